@@ -1,0 +1,1 @@
+"""Survive a crash: sharded checkpoints."""

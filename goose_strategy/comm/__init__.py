@@ -1,0 +1,1 @@
+"""Every collective and every message between ranks."""

@@ -1,0 +1,1 @@
+"""Private APIs of torch and transformers, one file each."""

@@ -1,0 +1,1 @@
+"""Sync the replicas: flat gradient buckets and their reduction."""

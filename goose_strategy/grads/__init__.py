@@ -1,0 +1,1 @@
+"""Gradients between the schedule and the optimizer."""

@@ -1,0 +1,1 @@
+"""Who am I in the device mesh, and who are my peers."""

@@ -1,0 +1,1 @@
+"""What is known about each model family, as data."""

@@ -1,0 +1,1 @@
+"""Cut the depth: stages, schedules and the engine that runs them."""

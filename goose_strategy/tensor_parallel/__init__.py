@@ -1,0 +1,1 @@
+"""Split a layer over the tensor parallel ranks."""
