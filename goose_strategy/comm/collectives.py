@@ -1,0 +1,165 @@
+"""Every collective of goose-strategy, on an explicit group.
+
+``torch.distributed`` takes ``group=None`` for "the whole world", renames its flat collectives from
+one release to the next, and hands back ``None`` or a work depending on a flag. Here ``None`` is the
+group of one rank, for which there is nothing to do; every call hands back something to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+_T = TypeVar("_T")
+ReduceName = Literal["sum", "max", "min"]
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Pending(Protocol):
+    """An operation under way; its tensors may not be touched before `wait` returned."""
+
+    def wait(self) -> object:
+        """Wait (on a device: make the current stream wait) until the operation is done."""
+
+
+class _Done:
+    """The operation that is over already."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+DONE: Pending = _Done()
+"""What a call returns that has nothing left to wait for."""
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_reduce(
+    tensor: Tensor,
+    group: ProcessGroup | None,
+    *,
+    op: ReduceName = "sum",
+    async_op: bool = False,
+) -> Pending:
+    """Reduce ``tensor`` over the group, in place; every rank obtains the same bits.
+
+    Args:
+        tensor: Any shape, contiguous; the same shape and dtype on every rank.
+        group: Ranks that take part; ``None`` for this rank alone.
+        op: ``"sum"``, ``"max"`` or ``"min"``.
+        async_op: Return before the result is there.
+
+    Returns:
+        What to wait for before ``tensor`` is used.
+    """
+    if group is None:
+        return DONE
+    work = dist.all_reduce(tensor, _OPS[op], group=group, async_op=async_op)
+    return work if work is not None else DONE
+
+
+def all_gather_flat(
+    output: Tensor, shard: Tensor, group: ProcessGroup | None, *, async_op: bool = False
+) -> Pending:
+    """Gather the shards of all ranks into ``output``, ordered by group rank.
+
+    Args:
+        output: ``[group size * n]``, contiguous.
+        shard: ``[n]``, contiguous; may be this rank's slice of ``output``.
+        group: Ranks that take part; ``None`` for this rank alone.
+        async_op: Return before the result is there.
+
+    Returns:
+        What to wait for before ``output`` is used.
+    """
+    if group is None:
+        if output.data_ptr() != shard.data_ptr():
+            output.copy_(shard)
+        return DONE
+    work = _all_gather(output, shard, group=group, async_op=async_op)
+    return work if work is not None else DONE
+
+
+def all_gather_uneven(
+    shard: Tensor, group: ProcessGroup | None, *, dim: int, sizes: Sequence[int]
+) -> Tensor:
+    """Concatenate the slices of all ranks along ``dim``; the slices may differ in length.
+
+    Args:
+        shard: This rank's slice, ``sizes[group rank]`` long along ``dim``.
+        group: Ranks that hold the slices; ``None`` for this rank alone.
+        dim: Dimension along which the slices lie.
+        sizes: Length of every rank's slice.
+
+    Returns:
+        The whole tensor, on every rank.
+    """
+    if group is None:
+        return shard
+    longest = max(sizes)
+    # The slices travel dim-first and padded, because a backend gathers equal shapes only.
+    padded = shard.new_zeros((longest, *shard.shape[:dim], *shard.shape[dim + 1 :]))
+    padded[: shard.shape[dim]].copy_(shard.movedim(dim, 0))
+    gathered = padded.new_empty((len(sizes), *padded.shape))
+    all_gather_flat(gathered.view(-1), padded.view(-1), group)
+    whole = torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
+    return whole.movedim(0, dim)
+
+
+def reduce_scatter_flat(
+    flat: Tensor, group: ProcessGroup | None, *, async_op: bool = False
+) -> Pending:
+    """Sum ``flat`` over the group; afterwards this rank's slice holds its part of the sum.
+
+    Args:
+        flat: ``[group size * n]``, contiguous. Slice ``[rank * n, (rank + 1) * n)`` becomes the
+            sum; the other slices are unspecified afterwards.
+        group: Ranks that take part; ``None`` for this rank alone.
+        async_op: Return before the result is there.
+
+    Returns:
+        What to wait for before ``flat`` is used.
+    """
+    return all_reduce(flat, group, async_op=async_op)
+
+
+def broadcast(
+    tensor: Tensor, *, source: int, group: ProcessGroup | None, async_op: bool = False
+) -> Pending:
+    """Copy ``tensor`` of the global rank ``source`` to all ranks of the group, in place."""
+    if group is None:
+        return DONE
+    work = dist.broadcast(tensor, source, group=group, async_op=async_op)
+    return work if work is not None else DONE
+
+
+def all_gather_objects(obj: _T, group: ProcessGroup | None) -> list[_T]:
+    """Return the picklable ``obj`` of every rank, ordered by group rank."""
+    if group is None:
+        return [obj]
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, obj, group=group)
+    return gathered
+
+
+def broadcast_object(obj: _T, *, source: int, group: ProcessGroup | None) -> _T:
+    """Return the picklable ``obj`` of the global rank ``source``."""
+    if group is None:
+        return obj
+    holder: list[Any] = [obj]
+    dist.broadcast_object_list(holder, source, group=group, device=torch.device("cpu"))
+    result: _T = holder[0]
+    return result
+
+
+def barrier(group: ProcessGroup | None) -> None:
+    """Wait until all ranks of the group have come here."""
+    if group is not None:
+        dist.barrier(group=group)
