@@ -1,0 +1,1 @@
+"""Worlds of ranks, tiny models and comparisons for the tests."""
