@@ -152,9 +152,7 @@ def assert_close_named(
     assert not off, f"{len(off)} of {len(errors)} tensors are further than rel={rel:g}:\n{lines}"
 
 
-def assert_close_numbers(
-    actual: Sequence[float], reference: Sequence[float], rel: float
-) -> None:
+def assert_close_numbers(actual: Sequence[float], reference: Sequence[float], rel: float) -> None:
     """Assert that two lists of numbers (losses, norms) agree within ``rel``, one by one."""
     assert len(actual) == len(reference), (list(actual), list(reference))
     for index, (mine, theirs) in enumerate(zip(actual, reference, strict=True)):

@@ -36,6 +36,6 @@ MODULES = (
 for name in MODULES:
     importlib.import_module(name)
 
-# Objects made so far are shared by all ranks: keep the collector from touching (copying) their pages.
+# What exists so far is shared by all ranks: keep the collector from touching (copying) its pages.
 gc.collect()
 gc.freeze()

@@ -46,7 +46,6 @@ def test_a_world_persists_and_its_seed_does_not_advance() -> None:
     assert first[0][0] != first[1][0]
 
 
-
 def test_a_world_of_four_starts_quickly() -> None:
     run_ranks(_fresh, 4, isolated=True)
     begin = time.monotonic()
@@ -57,7 +56,12 @@ def test_a_world_of_four_starts_quickly() -> None:
 
 def _fresh(ctx: Context) -> tuple[bool, str, str, str]:
     assert "lightning" in sys.modules
-    return dist.is_initialized(), os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_PORT"]
+    return (
+        dist.is_initialized(),
+        os.environ["RANK"],
+        os.environ["WORLD_SIZE"],
+        os.environ["MASTER_PORT"],
+    )
 
 
 def test_isolated_ranks_find_the_environment_of_torchrun() -> None:
@@ -105,7 +109,9 @@ def _breaks_connections(ctx: Context, culprit: int) -> None:
 
 
 def test_the_cause_is_shown_before_its_echoes() -> None:
-    with pytest.raises(RankFailure, match="rank 1 of 3 failed: KeyError: 'the first cause'") as caught:
+    with pytest.raises(
+        RankFailure, match="rank 1 of 3 failed: KeyError: 'the first cause'"
+    ) as caught:
         run_ranks(_breaks_connections, 3, 1, isolated=True)
     assert "rank 0, later: " in str(caught.value)
 
@@ -205,7 +211,12 @@ def _leaves_state(ctx: Context) -> None:
 
 def _state(ctx: Context) -> tuple[torch.dtype, bool, bool, int]:
     groups = dist.distributed_c10d._world.pg_map
-    return torch.get_default_dtype(), torch.is_grad_enabled(), "LEFT_BEHIND" in os.environ, len(groups)
+    return (
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        "LEFT_BEHIND" in os.environ,
+        len(groups),
+    )
 
 
 def test_nothing_is_left_for_the_next_test() -> None:

@@ -196,7 +196,7 @@ def _end_with_parent() -> None:
 def seed_everything(seed: int = 0) -> None:
     """Seed the generators of Python, numpy and torch."""
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - the global generator is what is being reset.
+    np.random.seed(seed)
     torch.manual_seed(seed)
 
 

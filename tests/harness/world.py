@@ -358,7 +358,9 @@ def _pickled(task: Task) -> bytes:
     try:
         return pickle.dumps(task)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(f"fn={task.fn!r} must be a top-level function, with picklable args") from error
+        raise TypeError(
+            f"fn={task.fn!r} must be a top-level function, with picklable args"
+        ) from error
 
 
 def _free_port() -> int:

@@ -1,0 +1,40 @@
+# make train   install, then train the quickstart on 8 CPU ranks
+# make test    install, then lint, types, structure and all tests
+#
+# PYTHON=python3.12 make ...   chooses the interpreter of the environment (3.11 or newer).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: venv train test lint types structure clean
+
+venv: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; use make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+train: venv
+	$(BIN)/goose3d fit --config recipes/quickstart.yaml
+
+test: lint types structure
+	$(BIN)/python -m pytest
+
+lint: venv
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: venv
+	$(BIN)/mypy
+
+structure: venv
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/architecture
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Compiled optimizer ops live here; until they are built, the pure torch path is used."""
