@@ -1,0 +1,16 @@
+"""Qwen3: Llama's layers with a norm on each head's query and key.
+
+The norms' weights are shared by all heads, of which a rank has some: their gradients are partial.
+"""
+
+from goose_strategy.models.family import Family
+from goose_strategy.tensor_parallel.plan import Style
+
+QWEN3 = Family(
+    name="qwen3",
+    islands={"layers.*.self_attn": "hidden_states", "layers.*.mlp": "x"},
+    rules={
+        "layers.*.self_attn.q_norm": Style.PARTIAL,
+        "layers.*.self_attn.k_norm": Style.PARTIAL,
+    },
+)

@@ -1,0 +1,163 @@
+"""From a model to its tensor-parallel plan.
+
+transformers' ``tp_plan`` says which layers are cut; it says neither which parameters between them
+have partial gradients (its own Apertus trains wrongly for that) nor which sizes tp has to divide.
+Families that were proved exact add this as data; a plan that is derived for another family is
+accepted only if it leaves nothing to guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from goose_strategy.compat.transformers import (
+    base_prefix,
+    config_size,
+    input_embedding,
+    model_type,
+    output_embedding,
+    tensor_plan,
+)
+from goose_strategy.errors import PlanError
+from goose_strategy.models.family import HEADS_AND_MLP, Family
+from goose_strategy.models.llama import LLAMA
+from goose_strategy.models.mistral import MISTRAL
+from goose_strategy.models.qwen2 import QWEN2
+from goose_strategy.models.qwen3 import QWEN3
+from goose_strategy.tensor_parallel.config import TensorConfig
+from goose_strategy.tensor_parallel.plan import Style, TensorPlan, generic_name, parent_name
+
+FAMILIES: Mapping[str, Family] = {f.name: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+
+_STYLES: Mapping[str, Style] = {
+    "colwise": Style.COLUMN,
+    "rowwise": Style.ROW,
+    "colwise_gather_output": Style.HEAD,
+    "colwise_rep": Style.HEAD,
+    "embedding_rowwise": Style.VOCAB,
+    "vocab_rowwise": Style.VOCAB,
+    "replicated_with_grad_allreduce": Style.PARTIAL,
+    "replicate": Style.REPLICATED,
+    "replicated": Style.REPLICATED,
+}
+
+
+def supported_families() -> tuple[str, ...]:
+    """Return the families whose plan was proved against one process."""
+    return tuple(sorted(FAMILIES))
+
+
+def plan_for(model: nn.Module, config: TensorConfig | None = None) -> TensorPlan:
+    """Make the plan of a whole model, before a pipeline or anything else takes modules from it.
+
+    Args:
+        model: A transformers model, or any module with ``config.rules`` for it.
+        config: The user's settings.
+
+    Returns:
+        The plan; names are relative to ``model``.
+
+    Raises:
+        PlanError: If the family has no plan, a style is not supported, or it cannot be known
+            whether a parameter's gradient is partial.
+    """
+    config = config or TensorConfig()
+    name = model_type(model)
+    family = FAMILIES.get(name)
+    prefix = base_prefix(model)
+    rules = _derived_rules(model, name)
+    if family is not None:
+        rules |= {prefix + pattern: style for pattern, style in family.rules.items()}
+    rules |= {pattern: Style(style) for pattern, style in config.rules.items()}
+    islands = (
+        {prefix + parent: argument for parent, argument in family.islands.items()} if family else {}
+    )
+    if not any(style in (Style.COLUMN, Style.ROW) for style in rules.values()):
+        raise PlanError(
+            f"there is no tensor-parallel plan for the family {name!r}. {_advice()}", axis="tp"
+        )
+    rules = _with_embeddings(model, rules)
+    _check_pairs(name, rules)
+    if family is None:
+        _check_nothing_between(model, name, rules)
+    sizes = {
+        size: config_size(model, size) for size in (family.divisible if family else HEADS_AND_MLP)
+    }
+    return TensorPlan(
+        family=name,
+        rules=rules,
+        islands=islands,
+        divisible={size: value for size, value in sizes.items() if value is not None},
+        gather_logits=config.gather_logits,
+    )
+
+
+def _advice() -> str:
+    return (
+        f"Proved families: {', '.join(supported_families())}; use one of them, give rules in "
+        f"TensorConfig(rules={{...}}), or use tp=1."
+    )
+
+
+def _derived_rules(model: nn.Module, family: str) -> dict[str, Style]:
+    """Translate transformers' plan."""
+    head = output_embedding(model)
+    rules: dict[str, Style] = {}
+    for pattern, theirs in tensor_plan(model).items():
+        style = _STYLES.get(theirs)
+        misplaced = style is Style.HEAD and (head is None or pattern != head[0])
+        if style is None or misplaced:
+            raise PlanError(
+                f"{pattern}={theirs!r}: this style of the family {family!r} is not supported"
+                f"{' outside of the head' if misplaced else ''}. {_advice()}",
+                axis="tp",
+            )
+        rules[pattern] = style
+    return rules
+
+
+def _with_embeddings(model: nn.Module, rules: Mapping[str, Style]) -> dict[str, Style]:
+    """Cut the vocabulary of embedding and head, whatever transformers' version says of them."""
+    found = {Style.VOCAB: input_embedding(model), Style.HEAD: output_embedding(model)}
+    classes = {Style.VOCAB: nn.Embedding, Style.HEAD: nn.Linear}
+    extra = {
+        generic_name(place[0]): style
+        for style, place in found.items()
+        if place is not None and isinstance(place[1], classes[style])
+    }
+    return {**extra, **rules}
+
+
+def _check_pairs(family: str, rules: Mapping[str, Style]) -> None:
+    """Check that what column layers cut, a row layer of the same parent sums."""
+    parents: dict[str, set[Style]] = {}
+    for pattern, style in rules.items():
+        if style in (Style.COLUMN, Style.ROW):
+            parents.setdefault(parent_name(pattern), set()).add(style)
+    for parent, styles in parents.items():
+        if len(styles) == 1:
+            raise PlanError(
+                f"{parent} of the family {family!r} has {styles.pop().value} layers only; column "
+                f"and row layers must come in pairs within one module. {_advice()}",
+                axis="tp",
+            )
+
+
+def _check_nothing_between(model: nn.Module, family: str, rules: Mapping[str, Style]) -> None:
+    """Check that an unproved plan names every parameter beside its column and row layers."""
+    parents = {parent_name(name) for name, style in rules.items() if style is Style.COLUMN}
+    for name, _ in model.named_parameters():
+        pattern = generic_name(name)
+        names = [pattern]
+        while names[-1]:
+            names.append(parent_name(names[-1]))
+        inside = any(name in parents for name in names)
+        if inside and not any(name in rules for name in names):
+            raise PlanError(
+                f"{pattern} lies beside the column and row layers of {family!r}, and no rule says "
+                f"whether its gradient is partial there. Add it to TensorConfig(rules=...) as "
+                f"'partial' (between a column and a row layer) or 'replicated', or use tp=1.",
+                axis="tp",
+            )

@@ -1,0 +1,33 @@
+"""Settings of tensor parallelism: plain values that a command line can show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from goose_strategy.tensor_parallel.plan import Style
+from goose_strategy.validate import one_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorConfig:
+    """How models are cut over the tensor-parallel ranks.
+
+    Args:
+        gather_logits: Put the logits of the whole vocabulary into the model's output even when
+            labels are passed. The loss itself needs this rank's slice of the vocabulary only, so
+            by default ``output.logits`` is ``None`` when labels are passed. Without labels the
+            logits are always whole.
+        rules: Rules laid over the family's plan: a module or parameter name with ``*`` for layer
+            numbers -> ``"column"``, ``"row"``, ``"vocab"``, ``"head"``, ``"partial"`` or
+            ``"replicated"`` (see `Style`).
+
+    Raises:
+        ConfigError: If a rule names an unknown style.
+    """
+
+    gather_logits: bool = False
+    rules: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for pattern, style in self.rules.items():
+            one_of([known.value for known in Style], **{f"rules[{pattern!r}]": style})

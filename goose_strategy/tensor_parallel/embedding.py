@@ -1,0 +1,102 @@
+"""The input embedding whose vocabulary is cut over the tensor-parallel ranks.
+
+Each rank looks up the ids of its own rows, writes zeros for the others, and the sum over the ranks
+is the embedding (Shoeybi et al. 2019, arXiv:1909.08053, section 3). Rows are cut without padding,
+so that a vocabulary that tp does not divide has no rows that exist nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from goose_strategy.errors import PlanError
+from goose_strategy.tensor_parallel.convert import Converted
+from goose_strategy.tensor_parallel.regions import leave_island
+
+if TYPE_CHECKING:
+    from goose_strategy.tensor_parallel.slicing import Cut, Slicer
+
+
+class VocabParallelEmbedding(Converted, nn.Embedding):
+    """Rows ``[vocab / tp, hidden]`` of the embedding ``[vocab, hidden]``.
+
+    ``num_embeddings`` and ``padding_idx`` stay those of the whole embedding. Made by `convert`;
+    built directly it is a plain `torch.nn.Embedding`.
+
+    Attributes:
+        group: Ranks that hold the other rows.
+        cut: Which rows this rank holds.
+    """
+
+    plain: ClassVar[type[nn.Module]] = nn.Embedding
+    group: ProcessGroup | None = None
+    cut: Cut | None = None
+
+    @classmethod
+    def check(cls, name: str, module: nn.Module) -> None:
+        """Check that ``module`` computes what this class knows how to cut.
+
+        Raises:
+            PlanError: If it is another class, or renormalises, counts or sparsifies its rows.
+        """
+        super().check(name, module)
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(module, option):
+                raise PlanError(
+                    f"{name}.{option}={getattr(module, option)} is not supported by tensor "
+                    f"parallelism; build the embedding without it, or use tp=1.",
+                    axis="tp",
+                )
+
+    @classmethod
+    def convert(
+        cls, embedding: nn.Embedding, slicer: Slicer, group: ProcessGroup | None
+    ) -> VocabParallelEmbedding:
+        """Cut ``embedding`` in place.
+
+        Args:
+            embedding: A plain embedding, equal on all ranks.
+            slicer: Cuts the weight; a tied head finds it cut.
+            group: The tensor-parallel group.
+
+        Returns:
+            The same object.
+        """
+        return cls.adopt(embedding, group=group, cut=slicer.cut(embedding.weight, 0))
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Look up the whole embedding.
+
+        Args:
+            input: Ids ``[...]``, int64 or int32, equal on all ranks.
+
+        Returns:
+            ``[..., hidden]``, equal on all ranks.
+        """
+        cut = self.cut
+        if cut is None:
+            return super().forward(input)
+        local = input - cut.start
+        elsewhere = (local < 0) | (local >= cut.length)
+        found = functional.embedding(
+            local.masked_fill_(elsewhere, 0), self.weight, self._local_padding(cut)
+        )
+        # The lookup is fresh and nothing in its backward needs its values.
+        found.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+        return leave_island(found, self.group)
+
+    def _local_padding(self, cut: Cut) -> int | None:
+        """Return the row without gradient, if this rank holds it."""
+        if self.padding_idx is None or not cut.start <= self.padding_idx < cut.stop:
+            return None
+        return self.padding_idx - cut.start
+
+    def extra_repr(self) -> str:
+        """Add this rank's rows to the embedding's description."""
+        cut = self.cut
+        rows = f"rows of this rank={cut.start}:{cut.stop}" if cut else "not cut"
+        return f"{super().extra_repr()}, {rows}"

@@ -1,0 +1,232 @@
+"""Cutting a model in place over the tensor-parallel ranks, and putting it together again.
+
+torch's ``parallelize_module`` and transformers' ``apply_tensor_parallelism`` leave DTensors behind,
+whose dispatch costs more than the layers (see `linear`). Here the model keeps its class, its module
+and parameter names and its `torch.nn.Parameter` objects; what changed is told in `ShardSpec` s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
+
+from goose_strategy.comm.collectives import all_gather_uneven
+from goose_strategy.errors import PlanError
+from goose_strategy.mesh.shard import ShardSpec
+from goose_strategy.tensor_parallel.embedding import VocabParallelEmbedding
+from goose_strategy.tensor_parallel.head import HeadSwitch
+from goose_strategy.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from goose_strategy.tensor_parallel.plan import Style, TensorPlan, parent_name
+from goose_strategy.tensor_parallel.regions import enter_island
+from goose_strategy.tensor_parallel.slicing import Slicer
+
+if TYPE_CHECKING:
+    from goose_strategy.mesh.mesh import ParallelMesh
+    from goose_strategy.tensor_parallel.convert import Converted
+
+_RECORD = "_goose_tensor_parallel"
+_CLASSES: dict[Style, type[Converted]] = {
+    Style.COLUMN: ColumnParallelLinear,
+    Style.HEAD: ColumnParallelLinear,
+    Style.ROW: RowParallelLinear,
+    Style.VOCAB: VocabParallelEmbedding,
+}
+
+
+@dataclass
+class _Record:
+    """What was done to a model, kept on it so that `undo` needs nothing else."""
+
+    group: ProcessGroup
+    slicer: Slicer
+    converted: list[Converted] = field(default_factory=list)
+    handles: list[RemovableHandle] = field(default_factory=list)
+    switch: HeadSwitch | None = None
+
+
+def parallelize(
+    model: nn.Module,
+    plan: TensorPlan,
+    mesh: ParallelMesh,
+    *,
+    owned: Collection[str] | None = None,
+) -> dict[str, ShardSpec]:
+    """Cut ``model`` in place; with tp of size 1 nothing is changed.
+
+    A pipeline stage may be given: modules without parameters stand for those of other stages and
+    are passed over. Nothing is changed if the model cannot be cut.
+
+    Args:
+        model: The model that the plan's names belong to; equal on all tp ranks. Parameters may be
+            on the meta device.
+        plan: How to cut it.
+        mesh: Gives the tp group and this rank's place in it.
+        owned: Names of the modules (with all below) that may be cut; all if ``None``.
+
+    Returns:
+        Spec of every parameter that ``model.named_parameters()`` lists, by that name.
+
+    Raises:
+        PlanError: If tp does not fit the model's sizes, a module is not of the class that its
+            style cuts, or the model is cut already.
+    """
+    if _RECORD in vars(model):
+        raise PlanError(
+            f"model={type(model).__name__} is already tensor parallel; call undo(model) first.",
+            axis="tp",
+        )
+    if mesh.tp is None:
+        return {name: ShardSpec.replicated(name, param) for name, param in model.named_parameters()}
+    plan.check(mesh.tp_size)
+    work = _work(model, plan, mesh.tp_size, owned)
+    record = _Record(mesh.tp, Slicer(parts=mesh.tp_size, index=mesh.tp_rank))
+    _convert(model, plan, work, record)
+    _hook_islands(model, plan, work, record)
+    vars(model)[_RECORD] = record
+    return {
+        name: _spec(name, param, plan, record.slicer) for name, param in model.named_parameters()
+    }
+
+
+def undo(model: nn.Module) -> None:
+    """Gather every cut parameter and give the modules their classes back; collective over tp.
+
+    The parameters stay the same objects, with whole values and no gradients. A model that is not
+    tensor parallel is left as it is.
+    """
+    record: _Record | None = vars(model).pop(_RECORD, None)
+    if record is None:
+        return
+    for handle in record.handles:
+        handle.remove()
+    for param, cut in record.slicer.items():
+        whole = all_gather_uneven(param.data, record.group, dim=cut.dim, sizes=cut.sizes)
+        param.grad = None
+        param.data = whole.contiguous()
+    for module in record.converted:
+        module.restore()
+
+
+def head_switch(model: nn.Module) -> HeadSwitch | None:
+    """Return what chooses between local and whole logits; ``None`` if no head was cut here."""
+    record: _Record | None = vars(model).get(_RECORD)
+    return None if record is None else record.switch
+
+
+def _work(
+    model: nn.Module, plan: TensorPlan, tp: int, owned: Collection[str] | None
+) -> dict[str, tuple[nn.Module, Style]]:
+    """List what has to be cut, after checking all of it."""
+    work: dict[str, tuple[nn.Module, Style]] = {}
+    for name, module in model.named_modules():
+        style = plan.style_of(name)
+        if style not in _CLASSES or not _is_owned(name, owned) or _is_placeholder(module):
+            continue
+        _CLASSES[style].check(name, module)
+        work[name] = module, style
+        if style in (Style.COLUMN, Style.ROW):
+            attribute = "out_features" if style is Style.COLUMN else "in_features"
+            size = getattr(module, attribute)
+            if size % tp:
+                raise PlanError(
+                    f"tp={tp} does not divide {name}.{attribute}={size} of this {plan.family} "
+                    f"model; choose a divisor of {size}.",
+                    axis="tp",
+                )
+    return work
+
+
+def _is_owned(name: str, owned: Collection[str] | None) -> bool:
+    if owned is None:
+        return True
+    while name not in owned:
+        if not name:
+            return False
+        name = parent_name(name)
+    return True
+
+
+def _is_placeholder(module: nn.Module) -> bool:
+    """Return whether the module stands for one that lives on another stage."""
+    return not any(param.numel() for param in module.parameters())
+
+
+def _convert(
+    model: nn.Module,
+    plan: TensorPlan,
+    work: Mapping[str, tuple[nn.Module, Style]],
+    record: _Record,
+) -> None:
+    """Cut every module of ``work``."""
+    group, slicer = record.group, record.slicer
+    module: Any
+    for name, (module, style) in work.items():
+        converted: Converted
+        if style is Style.COLUMN:
+            alone = _island_of(name, plan) is None
+            converted = ColumnParallelLinear.convert(module, slicer, group, copies_input=alone)
+        elif style is Style.ROW:
+            converted = RowParallelLinear.convert(module, slicer, group)
+        elif style is Style.VOCAB:
+            converted = VocabParallelEmbedding.convert(module, slicer, group)
+        else:
+            converted = ColumnParallelLinear.convert(module, slicer, group, gathers_output=True)
+            record.switch = HeadSwitch(converted, gather_logits=plan.gather_logits)
+            record.handles += record.switch.attach(model)
+        record.converted.append(converted)
+
+
+def _island_of(name: str, plan: TensorPlan) -> str | None:
+    """Return the innermost island around the module ``name``."""
+    while name:
+        name = parent_name(name)
+        if plan.island_argument(name) is not None:
+            return name
+    return None
+
+
+def _hook_islands(
+    model: nn.Module,
+    plan: TensorPlan,
+    work: Mapping[str, tuple[nn.Module, Style]],
+    record: _Record,
+) -> None:
+    """Copy the input once at the entry of every island that holds a column layer."""
+    columns = [name for name, (_, style) in work.items() if style is Style.COLUMN]
+    islands = {island for name in columns if (island := _island_of(name, plan)) is not None}
+    for name in sorted(islands):
+        argument = plan.island_argument(name) or ""
+        handle = model.get_submodule(name).register_forward_pre_hook(
+            _entry(argument, record.group), with_kwargs=True
+        )
+        record.handles.append(handle)
+
+
+def _entry(
+    argument: str, group: ProcessGroup
+) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Make the hook that copies the first (or the named) argument into the island."""
+
+    def enter(
+        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (enter_island(args[0], group), *args[1:]), kwargs
+        kwargs[argument] = enter_island(kwargs[argument], group)
+        return args, kwargs
+
+    return enter
+
+
+def _spec(name: str, param: Tensor, plan: TensorPlan, slicer: Slicer) -> ShardSpec:
+    """Describe one parameter of a cut model."""
+    cut = slicer.get(param)
+    if cut is not None:
+        return cut.spec(name, param)
+    partial = plan.whole_style(name) is Style.PARTIAL and param.numel() > 0
+    return ShardSpec.replicated(name, param, tp_partial=partial)

@@ -1,0 +1,133 @@
+"""Cutting one dimension of a tensor over the tensor-parallel ranks.
+
+``torch.chunk`` gives nine rows to four ranks as 3, 3, 3, 0. A vocabulary that tp does not divide
+is cut evenly here, 3, 2, 2, 2, so that no rank waits for another one's larger slice; nothing is
+padded, and the loss, the gather and the checkpoint read the sizes from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from goose_strategy.errors import PlanError
+from goose_strategy.mesh.shard import ShardSpec
+
+
+def balanced_sizes(total: int, parts: int) -> tuple[int, ...]:
+    """Cut ``total`` into ``parts`` sizes that differ by at most one, the larger ones first."""
+    size, rest = divmod(total, parts)
+    return tuple(size + (part < rest) for part in range(parts))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One dimension cut into balanced slices, of which this rank holds one.
+
+    Args:
+        dim: The dimension.
+        total: Its length in the whole tensor.
+        parts: Number of slices.
+        index: Which slice this rank holds.
+
+    Raises:
+        PlanError: If a slice would be empty.
+    """
+
+    dim: int
+    total: int
+    parts: int = 1
+    index: int = 0
+
+    def __post_init__(self) -> None:
+        if self.total < self.parts:
+            raise PlanError(
+                f"tp={self.parts} is larger than the dimension to cut, {self.total}; "
+                f"choose tp <= {self.total}.",
+                axis="tp",
+            )
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Length of every rank's slice."""
+        return balanced_sizes(self.total, self.parts)
+
+    @cached_property
+    def start(self) -> int:
+        """Where this rank's slice starts."""
+        return sum(self.sizes[: self.index])
+
+    @property
+    def length(self) -> int:
+        """Length of this rank's slice."""
+        return self.sizes[self.index]
+
+    @property
+    def stop(self) -> int:
+        """One past the end of this rank's slice."""
+        return self.start + self.length
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Copy this rank's slice out of ``whole``, so that the rest can be freed."""
+        return whole.narrow(self.dim, self.start, self.length).clone(
+            memory_format=torch.contiguous_format
+        )
+
+    def spec(self, name: str, param: Tensor) -> ShardSpec:
+        """Describe ``param``, a slice that was taken by this cut, under ``name``."""
+        local = tuple(param.shape)
+        whole, offsets = list(local), [0] * len(local)
+        whole[self.dim], offsets[self.dim] = self.total, self.start
+        return ShardSpec(
+            name=name,
+            global_shape=tuple(whole),
+            offsets=tuple(offsets),
+            local_shape=local,
+            dtype=param.dtype,
+            tp_dim=self.dim,
+        )
+
+
+class Slicer:
+    """Cuts parameters in place and remembers how, so that a tied weight is cut once.
+
+    The `torch.nn.Parameter` stays the same object with less data: optimizers, tied modules and
+    users that hold it see the slice.
+    """
+
+    def __init__(self, *, parts: int, index: int) -> None:
+        self.parts = parts
+        self.index = index
+        self._cuts: dict[Tensor, Cut] = {}
+
+    def cut(self, param: Tensor, dim: int) -> Cut:
+        """Cut ``param`` along ``dim``, unless it was cut that way already.
+
+        Raises:
+            PlanError: If it was cut along another dimension, or is too small.
+        """
+        known = self._cuts.get(param)
+        if known is not None:
+            if known.dim != dim:
+                raise PlanError(
+                    f"a weight shared by two modules would be cut along dim={known.dim} and "
+                    f"dim={dim}; untie it, or give both modules a style that cuts the same one.",
+                    axis="tp",
+                )
+            return known
+        cut = Cut(dim, param.shape[dim], self.parts, self.index)
+        param.grad = None
+        param.data = cut.take(param.data)
+        self._cuts[param] = cut
+        return cut
+
+    def get(self, param: Tensor) -> Cut | None:
+        """Return how ``param`` was cut, if it was."""
+        return self._cuts.get(param)
+
+    def items(self) -> list[tuple[Tensor, Cut]]:
+        """Return every parameter that was cut, with its cut."""
+        return list(self._cuts.items())
