@@ -1,0 +1,32 @@
+"""The public names. A change here is a change for users: it belongs into CHANGELOG.md."""
+
+from __future__ import annotations
+
+import goose_strategy
+
+PUBLIC = [
+    "Goose3DFabricStrategy",
+    "Goose3DProgressBar",
+    "Goose3DStrategy",
+    "GooseError",
+    "ParallelRuntime",
+    "PipelineConfig",
+    "RuntimeConfig",
+    "TensorConfig",
+    "ZeroConfig",
+]
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(goose_strategy.__all__) == PUBLIC
+
+
+def test_every_public_name_exists_and_is_described() -> None:
+    for name in goose_strategy.__all__:
+        value = getattr(goose_strategy, name)
+        assert isinstance(value, type), name
+        assert vars(value).get("__doc__"), f"{name} has no docstring of its own"
+
+
+def test_public_names_are_listed() -> None:
+    assert set(goose_strategy.__all__) <= set(dir(goose_strategy))
