@@ -1,0 +1,54 @@
+"""Which layers each stage gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from goose_strategy.errors import ConfigError, PlanError
+
+
+def partition_layers(partition: str | Sequence[int], layers: int, stages: int) -> tuple[int, ...]:
+    """Cut a stack of layers into contiguous stages.
+
+    ``"uniform"`` gives every stage the same number. Where that is not possible, the stages before
+    the last get one more each, from the back: the last one already has the head to compute, and
+    the further forward a stage is, the more microbatches' activations it holds.
+
+    Args:
+        partition: ``"uniform"`` or the number of layers of each stage.
+        layers: Layers in the stack.
+        stages: Number of stages.
+
+    Returns:
+        ``stages + 1`` bounds: stage ``s`` owns the layers ``bounds[s]`` to ``bounds[s + 1] - 1``.
+
+    Raises:
+        ConfigError: If a list names another number of stages.
+        PlanError: If there are more stages than layers, or a list does not sum to the layers.
+    """
+    if layers < stages:
+        raise PlanError(
+            f"pp={stages} is more than the model's {layers} layers; every stage needs one, "
+            f"choose pp <= {layers}.",
+            axis="pp",
+        )
+    counts = _uniform(layers, stages) if isinstance(partition, str) else list(partition)
+    if len(counts) != stages:
+        raise ConfigError(
+            f"partition={counts} lists {len(counts)} stages but pp={stages}; list one number of "
+            "layers per stage.",
+            axis="pp",
+        )
+    if sum(counts) != layers or min(counts) < 1:
+        raise PlanError(
+            f"partition={counts} sums to {sum(counts)}, but the model has {layers} layers; list "
+            "numbers >= 1 that sum to them.",
+            axis="pp",
+        )
+    return tuple(sum(counts[:stage]) for stage in range(stages + 1))
+
+
+def _uniform(layers: int, stages: int) -> list[int]:
+    each, extra = divmod(layers, stages)
+    # The last stage is never among the extra ones, as there are fewer of them than stages.
+    return [each + (stages - 1 - extra <= stage < stages - 1) for stage in range(stages)]
