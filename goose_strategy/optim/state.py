@@ -1,0 +1,144 @@
+"""Optimizer state by parameter name, for checkpoints that any layout can load.
+
+torch keys states by position in ``param_groups``, and a ZeRO-1 rank holds flat ranges across
+parameters. Here each rank names the range of each parameter that it holds; together with the
+parameter's `ShardSpec` that is a set of boxes of the whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from goose_strategy.errors import CheckpointError
+from goose_strategy.optim.zero import SCALARS, ZeroShards
+
+if TYPE_CHECKING:
+    from goose_strategy.optim.segments import Shard, State
+
+MAIN = "main"
+"""Key of the fp32 main weight of a parameter of lower precision."""
+
+
+class Range(NamedTuple):
+    """A flat range of a (tp-local) parameter and its values.
+
+    Attributes:
+        values: ``[stop - start]``; shares storage with the optimizer's state.
+        start: First element, row-major.
+        stop: One past the last element.
+    """
+
+    values: Tensor
+    start: int
+    stop: int
+
+
+Entry = Range | Tensor | float | int | bool | None
+NamedState = dict[str, dict[str, Entry]]
+
+
+def owned_ranges(zero: ZeroShards) -> dict[str, tuple[int, int]]:
+    """Return the range of each parameter that this rank steps.
+
+    Args:
+        zero: The sharded optimizer.
+
+    Returns:
+        ``(start, stop)`` in the flattened tp-local parameter, by name; parameters of which this
+        rank steps nothing are missing.
+    """
+    return {
+        piece.slot.name: piece.within_param(shard.bucket)
+        for shard in zero.shards
+        for piece in shard.pieces
+    }
+
+
+def named_optimizer_state(zero: ZeroShards) -> NamedState:
+    """Return this rank's part of the optimizer's state.
+
+    Args:
+        zero: The sharded optimizer.
+
+    Returns:
+        By parameter name and the optimizer's own key: a `Range` for what torch keeps per element,
+        the value itself for what it keeps per parameter (``step``). Parameters of lower precision
+        have their fp32 main weight under `MAIN`. Tensors share storage with the state.
+    """
+    named: NamedState = {}
+    for shard in zero.shards:
+        if shard.separate:
+            for piece in shard.pieces:
+                main = shard.main[piece.start : piece.stop]
+                named[piece.slot.name] = {MAIN: Range(main, *piece.within_param(shard.bucket))}
+        for piece, state in shard.states_by_piece(zero.states):
+            start, stop = piece.within_param(shard.bucket)
+            entries = named.setdefault(piece.slot.name, {})
+            for key, value in state.items():
+                flat = isinstance(value, Tensor) and value.dim() > 0
+                entries[key] = Range(value, start, stop) if flat else value
+    return named
+
+
+def load_named_optimizer_state(zero: ZeroShards, state: Mapping[str, Mapping[str, Entry]]) -> None:
+    """Replace this rank's part of the optimizer's state.
+
+    Args:
+        zero: The sharded optimizer.
+        state: As `named_optimizer_state` returns it, with exactly the ranges of `owned_ranges`;
+            a parameter that is missing gets a fresh state. Values are copied. Where `MAIN` is
+            missing, the main weight is taken from the weight.
+
+    Raises:
+        CheckpointError: If a range is not the one this rank steps; nothing is changed then.
+    """
+    ranges = owned_ranges(zero)
+    for name, entries in state.items():
+        _check_ranges(name, entries, ranges)
+    for shard in zero.shards:
+        found: dict[str, State] = {}
+        for piece in shard.pieces:
+            entries = state.get(piece.slot.name, {})
+            main = entries.get(MAIN)
+            if shard.separate:
+                place = shard.main[piece.start : piece.stop]
+                weights = shard.bucket.own_weights[piece.start : piece.stop]
+                place.copy_(main.values if isinstance(main, Range) else weights)
+            kept = {key: value for key, value in entries.items() if key != MAIN}
+            if kept:
+                found[piece.slot.name] = {
+                    key: _loaded(zero, shard, key, value) for key, value in kept.items()
+                }
+        shard.install(found, zero.states)
+
+
+def _check_ranges(
+    name: str, entries: Mapping[str, Entry], ranges: Mapping[str, tuple[int, int]]
+) -> None:
+    mine = ranges.get(name)
+    if mine is None:
+        raise CheckpointError(f"optimizer state of {name!r}: this rank steps no part of it.")
+    for key, value in entries.items():
+        if isinstance(value, Range) and (
+            (value.start, value.stop) != mine or value.values.numel() != mine[1] - mine[0]
+        ):
+            raise CheckpointError(
+                f"optimizer state {key!r} of {name!r} covers elements [{value.start}, "
+                f"{value.stop}) with {value.values.numel()} values, but this rank steps "
+                f"[{mine[0]}, {mine[1]})."
+            )
+
+
+def _loaded(zero: ZeroShards, shard: Shard, key: str, value: Entry) -> object:
+    if isinstance(value, Range):
+        return value.values.to(shard.main.device, shard.main.dtype)
+    if isinstance(value, Tensor) and key in SCALARS:
+        group = zero.optimizer.param_groups[shard.bucket.key.group or 0]
+        # torch wants the step where its kernel reads it, and on the host otherwise.
+        on_device = bool(group.get("capturable")) or bool(group.get("fused"))
+        return value.to(shard.main.device if on_device else torch.device("cpu"))
+    return value

@@ -1,0 +1,61 @@
+"""Which optimizers may step a flat slice, and which of torch's implementations is fastest there.
+
+A slice begins and ends in the middle of parameters, so only optimizers that treat every element
+alone are exact. ``ZeroRedundancyOptimizer`` takes any class and splits by whole parameters, which
+balances badly and leaves all gradients on all ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import optim
+from torch.optim import Optimizer
+
+from goose_strategy.errors import ConfigError
+
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    optim.AdamW,
+    optim.Adam,
+    optim.SGD,
+    optim.Adagrad,
+    optim.RMSprop,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adamax,
+    optim.Adadelta,
+    optim.ASGD,
+    optim.Rprop,
+)
+"""torch optimizers that treat every element alone."""
+
+_FUSED_ON_CPU: tuple[type[Optimizer], ...] = (optim.AdamW, optim.Adam, optim.Adagrad, optim.SGD)
+
+
+def check_supported(optimizer: Optimizer) -> None:
+    """Check that an optimizer can step flat slices.
+
+    Raises:
+        ConfigError: If its ``step`` is not one of the elementwise ones of torch.
+    """
+    step = inspect.unwrap(type(optimizer).step)
+    if any(step is inspect.unwrap(known.step) for known in ELEMENTWISE):
+        return
+    names = ", ".join(known.__name__ for known in ELEMENTWISE)
+    raise ConfigError(
+        f"optimizer={type(optimizer).__name__} cannot be sharded: each rank steps a slice that "
+        f"cuts through parameters, which is exact only for elementwise optimizers. Use one of "
+        f"torch.optim's {names}, or a subclass that does not override step()."
+    )
+
+
+def prefers_fused(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether to run a group that leaves ``foreach`` and ``fused`` open with ``fused=True``.
+
+    torch's default on the CPU is a loop of separate operations. Its fused kernel makes one pass
+    and is about three times faster on flat slices. SGD's yields the same bits; after seven steps
+    AdamW's differs by at most 6e-9 of the largest weight in 0.3 % of the elements, Adam's with
+    weight decay and Adagrad's by 5e-8. Set ``fused=False`` for the bits of the loop.
+    """
+    return device.type == "cpu" and isinstance(optimizer, _FUSED_ON_CPU)
