@@ -15,6 +15,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from goose_strategy.comm.recorder import ACTIVE, recording
+
+__all__ = [
+    "DONE",
+    "Pending",
+    "ReduceName",
+    "all_gather_flat",
+    "all_gather_objects",
+    "all_gather_uneven",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "recording",
+    "reduce_scatter_flat",
+]
+
 _T = TypeVar("_T")
 ReduceName = Literal["sum", "max", "min"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -61,6 +78,8 @@ def all_reduce(
     """
     if group is None:
         return DONE
+    if ACTIVE:
+        _note(group, f"all_reduce {op}", tensor)
     work = dist.all_reduce(tensor, _OPS[op], group=group, async_op=async_op)
     return work if work is not None else DONE
 
@@ -83,6 +102,8 @@ def all_gather_flat(
         if output.data_ptr() != shard.data_ptr():
             output.copy_(shard)
         return DONE
+    if ACTIVE:
+        _note(group, "all_gather", shard)
     work = _all_gather(output, shard, group=group, async_op=async_op)
     return work if work is not None else DONE
 
@@ -136,6 +157,8 @@ def broadcast(
     """Copy ``tensor`` of the global rank ``source`` to all ranks of the group, in place."""
     if group is None:
         return DONE
+    if ACTIVE:
+        _note(group, "broadcast", tensor, source)
     work = dist.broadcast(tensor, source, group=group, async_op=async_op)
     return work if work is not None else DONE
 
@@ -157,6 +180,11 @@ def broadcast_object(obj: _T, *, source: int, group: ProcessGroup | None) -> _T:
     dist.broadcast_object_list(holder, source, group=group, device=torch.device("cpu"))
     result: _T = holder[0]
     return result
+
+
+def _note(group: ProcessGroup, op: str, tensor: Tensor, peer: int | None = None) -> None:
+    for recorder in ACTIVE:
+        recorder.note(group, op, tensor, peer)
 
 
 def barrier(group: ProcessGroup | None) -> None:

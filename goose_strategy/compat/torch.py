@@ -1,0 +1,34 @@
+"""The private APIs of torch that goose-strategy leans on, one function each.
+
+Everything here may move in any torch release; the test of the same name says what breaks then.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed import Store, distributed_c10d
+
+
+def default_store() -> Store:
+    """Return the store through which the default process group met.
+
+    torch keeps it in a private table. The watchdog needs it because it is the one channel between
+    ranks that works while a collective hangs.
+
+    Raises:
+        RuntimeError: If there is no default process group.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("there is no default process group; call init_process_group first.")
+    store: Store = distributed_c10d._get_default_store()
+    return store
+
+
+def clone_store(store: Store) -> Store:
+    """Return a second connection to ``store``, for use by another thread.
+
+    One connection serves one request at a time, so a thread that polls must not share the one on
+    which a rendezvous may block. ``Store.clone`` is bound but not documented.
+    """
+    clone: Store = store.clone()  # type: ignore[attr-defined]
+    return clone
