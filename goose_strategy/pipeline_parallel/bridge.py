@@ -58,10 +58,10 @@ def attach_loss(loss: Tensor, on_backward: OnBackward) -> Tensor:
     Returns:
         A scalar equal to ``loss`` that requires a gradient.
     """
+    release: Callable[..., Tensor] = GooseRelease.apply
     with torch.enable_grad():
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
-        out: Tensor = GooseRelease.apply(anchor, loss, on_backward)
-    return out
+        return release(anchor, loss, on_backward)
 
 
 def is_bridge_loss(tensor: Tensor) -> bool:

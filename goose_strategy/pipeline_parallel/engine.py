@@ -8,7 +8,6 @@ messages go through :mod:`goose_strategy.comm`, and every error says where in th
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from goose_strategy.comm.p2p import Metas, metas_of
 from goose_strategy.errors import BatchError, PeerError, ScheduleError
-from goose_strategy.pipeline_parallel.program import program
+from goose_strategy.pipeline_parallel.program import stage_program
 from goose_strategy.pipeline_parallel.schedule import Action, Kind
 from goose_strategy.pipeline_parallel.stage import LABELS, PipelineStage
 
@@ -109,14 +108,18 @@ class Engine:
         if train and torch.is_inference_mode_enabled():
             raise ScheduleError("train=True cannot run inside torch.inference_mode().")
         stage = self.stage
-        table = program(self.config.schedule, stage.num_stages, len(microbatches), train=train)
-        step = _Step(self, microbatches, train=train)
+        todo = stage_program(
+            self.config.schedule,
+            stage.num_stages,
+            len(microbatches),
+            train=train,
+            stage=stage.index,
+        )
+        step = _Step(self, microbatches, todo.taken, train=train)
         step.want_logits, step.want_loss = want_logits and stage.is_last, want_loss
-        row = table[stage.index]
-        last = next((a for a in reversed(row) if a.kind is Kind.BACKWARD), None)
         with torch.enable_grad() if train else torch.no_grad():
-            for action in row:
-                if action is last and before_last_backward is not None:
+            for action in todo.actions:
+                if action is todo.last_backward and before_last_backward is not None:
                     before_last_backward()
                 self._execute(action, step)
             self._finish(step)
@@ -126,10 +129,10 @@ class Engine:
         stage, microbatch = action.stage, action.microbatch
         try:
             if self.guard is None:
-                step.handlers[action.kind](microbatch)
+                step.handlers[action.kind](action)
             else:
                 with self.guard(str(action), stage=stage, microbatch=microbatch):
-                    step.handlers[action.kind](microbatch)
+                    step.handlers[action.kind](action)
         except PeerError:
             raise
         except Exception as error:
@@ -144,8 +147,8 @@ class Engine:
         """Wait for what is still being sent: its tensors may not be freed before."""
         guard = self.guard
         with nullcontext() if guard is None else guard("end of the step", stage=self.stage.index):
-            while step.sends:
-                step.sends.popleft().wait()
+            for pending in step.sends.values():
+                pending.wait()
 
 
 class _Held(NamedTuple):
@@ -156,23 +159,31 @@ class _Held(NamedTuple):
         edges: Where in the graph each differentiable output was made; ``None`` if no gradient
             flows. Edges, not tensors: the outputs are freed once they are sent.
         metas: Shapes and types of the gradients to come.
+        seed: On the last stage, the gradient to start with.
     """
 
     received: tuple[Tensor, ...]
     edges: list[GradientEdge | None]
     metas: Metas
+    seed: tuple[Tensor, ...]
 
 
 class _Step:
     """One run of a row."""
 
     def __init__(
-        self, engine: Engine, microbatches: Sequence[Mapping[str, Any]], *, train: bool
+        self,
+        engine: Engine,
+        microbatches: Sequence[Mapping[str, Any]],
+        taken: Mapping[Action, tuple[Action, ...]],
+        *,
+        train: bool,
     ) -> None:
         self.stage = engine.stage
         self.links = engine.links
         self.loss_fn = engine.config.loss_fn
         self.microbatches = microbatches
+        self.taken = taken
         self.train = train
         self.want_logits = False
         self.want_loss = True
@@ -183,8 +194,8 @@ class _Step:
         self.outbox: dict[int, Sequence[Tensor]] = {}
         self.inputs: dict[int, Expected] = {}
         self.gradients: dict[int, Expected] = {}
-        self.sends: deque[Sent] = deque()
-        self.handlers: Mapping[Kind, Callable[[int], None]] = {
+        self.sends: dict[Action, Sent] = {}
+        self.handlers: Mapping[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.backward,
             Kind.SEND_FORWARD: self.send_forward,
@@ -193,28 +204,66 @@ class _Step:
             Kind.RECEIVE_BACKWARD: self.receive_backward,
         }
 
-    def receive_forward(self, microbatch: int) -> None:
-        link = _need(self.links.from_previous)
-        self.inputs[microbatch] = link.receive(key=("F", self.keys[microbatch]))
+    def receive_forward(self, action: Action) -> None:
+        key = ("F", self.keys[action.microbatch])
+        self.inputs[action.microbatch] = _need(self.links.from_previous).receive(key=key)
 
-    def forward(self, microbatch: int) -> None:
-        received = () if self.stage.is_first else self.inputs.pop(microbatch).wait()
+    def send_forward(self, action: Action) -> None:
+        key, output = ("F", self.keys[action.microbatch]), self.outbox.pop(action.microbatch)
+        self.sends[action] = _need(self.links.to_next).send(output, key=key)
+
+    def receive_backward(self, action: Action) -> None:
+        key, expected = ("B", self.keys[action.microbatch]), self.held[action.microbatch].metas
+        pending = _need(self.links.from_next).receive(key=key, expected=expected)
+        self.gradients[action.microbatch] = pending
+
+    def send_backward(self, action: Action) -> None:
+        key, output = ("B", self.keys[action.microbatch]), self.outbox.pop(action.microbatch)
+        self.sends[action] = _need(self.links.to_previous).send(output, key=key)
+
+    def forward(self, action: Action) -> None:
+        received = self._wait(self.inputs, action) if not self.stage.is_first else ()
         if self.train:
             for tensor in received:
                 if tensor.is_floating_point():
                     tensor.requires_grad_()
-        output = self.stage.forward(self.microbatches[microbatch], received)
+        microbatch = self.microbatches[action.microbatch]
+        output = self.stage.forward(microbatch, received)
+        seed: tuple[Tensor, ...] = ()
         if self.stage.is_last:
             loss = self._take_result(output, microbatch)
             roots = [] if loss is None else [loss]
+            seed = tuple(torch.ones_like(root) for root in roots)
         else:
-            self.outbox[microbatch] = output
+            self.outbox[action.microbatch] = output
             roots = [tensor for tensor in output if tensor.is_floating_point()]
         if self.train:
             edges = [get_gradient_edge(root) if root.requires_grad else None for root in roots]
-            self.held[microbatch] = _Held(received, edges, metas_of(roots))
+            self.held[action.microbatch] = _Held(received, edges, metas_of(roots), seed)
 
-    def _take_result(self, output: Any, microbatch: int) -> Tensor | None:
+    def backward(self, action: Action) -> None:
+        held = self.held.pop(action.microbatch)
+        gradients = held.seed if self.stage.is_last else self._wait(self.gradients, action)
+        pairs = [(e, g) for e, g in zip(held.edges, gradients, strict=True) if e is not None]
+        if pairs:
+            # Under autocast a backward would be cast anew; it follows its forward's types.
+            with torch.autocast(self.device_type, enabled=False):
+                torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs])
+        if not self.stage.is_first:
+            self.outbox[action.microbatch] = [
+                tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+                for tensor in held.received
+                if tensor.is_floating_point()
+            ]
+
+    def _wait(self, pending: dict[int, Expected], action: Action) -> tuple[Tensor, ...]:
+        """Wait for an action's message, and free the sends that the neighbour took before it."""
+        tensors = pending.pop(action.microbatch).wait()
+        for send in self.taken.get(action, ()):
+            self.sends.pop(send).wait()
+        return tensors
+
+    def _take_result(self, output: Any, microbatch: Mapping[str, Any]) -> Tensor | None:
         """Add the last stage's loss and logits to the result; return the loss."""
         result = self.result
         if self.want_logits:
@@ -223,7 +272,7 @@ class _Step:
         if self.loss_fn is None:
             loss = _read(output, "loss")
         elif self.want_loss:
-            loss, count = self.loss_fn(output, dict(self.microbatches[microbatch]))
+            loss, count = self.loss_fn(output, dict(microbatch))
             count = torch.as_tensor(count).detach()
             result.count = count if result.count is None else result.count + count
         if loss is not None:
@@ -232,46 +281,6 @@ class _Step:
         elif self.train:
             raise BatchError("the model returned no loss; pass labels, or a loss_fn.")
         return loss
-
-    def send_forward(self, microbatch: int) -> None:
-        link = _need(self.links.to_next)
-        self._sent(link.send(self.outbox.pop(microbatch), key=("F", self.keys[microbatch])))
-
-    def receive_backward(self, microbatch: int) -> None:
-        link = _need(self.links.from_next)
-        expected = self.held[microbatch].metas
-        key = ("B", self.keys[microbatch])
-        self.gradients[microbatch] = link.receive(key=key, expected=expected)
-
-    def backward(self, microbatch: int) -> None:
-        held = self.held.pop(microbatch)
-        gradients = self._output_gradients(microbatch, held)
-        pairs = [(e, g) for e, g in zip(held.edges, gradients, strict=True) if e is not None]
-        if pairs:
-            # Under autocast a backward would be cast anew; it follows its forward's types.
-            with torch.autocast(self.device_type, enabled=False):
-                torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs])
-        if not self.stage.is_first:
-            self.outbox[microbatch] = [
-                tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-                for tensor in held.received
-                if tensor.is_floating_point()
-            ]
-
-    def _output_gradients(self, microbatch: int, held: _Held) -> Sequence[Tensor]:
-        if not self.stage.is_last:
-            return self.gradients.pop(microbatch).wait()
-        device = self.result.loss.device if self.result.loss is not None else None
-        return [torch.ones((), dtype=meta.dtype, device=device) for meta in held.metas]
-
-    def send_backward(self, microbatch: int) -> None:
-        link = _need(self.links.to_previous)
-        self._sent(link.send(self.outbox.pop(microbatch), key=("B", self.keys[microbatch])))
-
-    def _sent(self, pending: Sent) -> None:
-        self.sends.append(pending)
-        while self.sends and self.sends[0].is_completed():
-            self.sends.popleft()
 
 
 def _need(link: Link | None) -> Link:

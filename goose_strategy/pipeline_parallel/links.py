@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 class Sent(Protocol):
     """A message under way to a neighbour."""
 
-    def is_completed(self) -> bool:
-        """Tell whether its tensors may be freed."""
-
     def wait(self) -> None:
-        """Wait until they may be."""
+        """Wait until its tensors may be freed."""
 
 
 class Expected(Protocol):

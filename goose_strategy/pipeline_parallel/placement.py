@@ -57,6 +57,7 @@ class Placement:
         self._stages = {slot: self._by_call(slot) for slot in self.slots}
         self._add_replayed()
         self._add_unused()
+        self._add_first_names()
 
     @property
     def num_stages(self) -> int:
@@ -140,6 +141,19 @@ class Placement:
             if slot.parameter not in kept:
                 behind = self._modules.index(slot.module) > stack
                 stages.add(self.num_stages - 1 if behind else 0)
+
+    def _add_first_names(self) -> None:
+        """Let the first stage that has a parameter have it under the name it has in the model."""
+        owners: dict[str, int] = {}
+        for slot, stages in self._stages.items():
+            if stages:
+                owner = min(stages)
+                owners[slot.parameter] = min(owners.get(slot.parameter, owner), owner)
+        named: set[str] = set()
+        for slot, stages in self._stages.items():
+            if slot.parameter not in named:
+                named.add(slot.parameter)
+                stages.add(owners[slot.parameter])
 
     def _layer(self, module: str) -> int | None:
         parts = module.split(".")

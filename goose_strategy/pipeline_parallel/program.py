@@ -8,6 +8,8 @@ executes every program under exactly these rules before any rank runs it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -48,6 +50,62 @@ def program(schedule: str, stages: int, microbatches: int, *, train: bool = True
     lowered = add_messages(table)
     check_messages(lowered)
     return lowered
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """What one stage executes.
+
+    Attributes:
+        actions: Its row, messages included.
+        last_backward: Its last ``B``, if it has one.
+        taken: For an action that waits for a neighbour's message, the stage's own sends that this
+            neighbour must have taken before it sent that message. To wait for them then costs
+            nothing, and their tensors can be freed.
+    """
+
+    actions: tuple[Action, ...]
+    last_backward: Action | None
+    taken: Mapping[Action, tuple[Action, ...]]
+
+
+@lru_cache(maxsize=64)
+def stage_program(
+    schedule: str, stages: int, microbatches: int, *, train: bool, stage: int
+) -> StageProgram:
+    """Return the row of one stage of :func:`program`, with what the engine looks up in it.
+
+    Args:
+        schedule: A key of ``SCHEDULES``.
+        stages: Number of stages.
+        microbatches: Number of microbatches.
+        train: With backwards, or only forwards.
+        stage: Number of the stage.
+
+    Returns:
+        The stage's part. Cached.
+    """
+    table = program(schedule, stages, microbatches, train=train)
+    backwards = [action for action in table[stage] if action.kind is Kind.BACKWARD]
+    # The gradients of a microbatch say that its hidden states arrived.
+    taken: dict[Action, tuple[Action, ...]] = {}
+    taken |= {b: (b._replace(kind=Kind.SEND_FORWARD),) for b in backwards if stage < stages - 1}
+    if stage > 0:
+        taken |= _gradients_taken(table[stage - 1], stage)
+    return StageProgram(table[stage], backwards[-1] if backwards else None, taken)
+
+
+def _gradients_taken(previous: tuple[Action, ...], stage: int) -> dict[Action, tuple[Action, ...]]:
+    """Return which gradients the previous stage used before each of its forwards."""
+    taken: dict[Action, tuple[Action, ...]] = {}
+    since: list[Action] = []
+    for action in previous:
+        if action.kind is Kind.BACKWARD:
+            since.append(Action(stage, Kind.SEND_BACKWARD, action.microbatch))
+        elif action.kind is Kind.FORWARD and since:
+            taken[action._replace(stage=stage)] = tuple(since)
+            since = []
+    return taken
 
 
 def add_messages(table: Table) -> Table:

@@ -242,8 +242,8 @@ def trace_origins(model: nn.Module, record: Record) -> None:
         else:
             record.reach[token] = _reach(list(edge.node.next_functions), known, leaves)
     results = [t for t in tensors_in(record.result).values() if t.requires_grad]
-    roots = [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, results)]
-    record.result_reach = _reach(roots, known, leaves)
+    ends = map(get_gradient_edge, results)
+    record.result_reach = _reach([(end.node, end.output_nr) for end in ends], known, leaves)
 
 
 def _reach(

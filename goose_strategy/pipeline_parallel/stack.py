@@ -133,7 +133,7 @@ class StackInfo:
             it in several places.
         """
         call = self.layers[boundary]
-        paths = {token: path for path, token in reversed(call.inputs.items())}
+        paths = {token: path for path, token in reversed(list(call.inputs.items()))}
         return tuple(
             CutTensor(
                 path=paths[token],
