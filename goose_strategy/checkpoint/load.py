@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from typing import TYPE_CHECKING, NamedTuple
 
 from goose_strategy.checkpoint import folder, meta
 from goose_strategy.checkpoint.agree import collect
 from goose_strategy.checkpoint.files import check_file
-from goose_strategy.checkpoint.manifest import EntryPath, LocalTensor, nested
-from goose_strategy.checkpoint.planner import BoxLoadPlanner
-from goose_strategy.checkpoint.storage import METADATA_FILE, SafeReader
+from goose_strategy.checkpoint.manifest import LocalTensor, key_of
+from goose_strategy.checkpoint.opened import Checkpoint, ShardedCheckpoint, load_single_file
+from goose_strategy.checkpoint.storage import METADATA_FILE
 from goose_strategy.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -29,15 +26,6 @@ if TYPE_CHECKING:
     from goose_strategy.mesh.mesh import ParallelMesh
 
 _LISTED = 5
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a checkpoint: where it lies, its shape and its dtype."""
-
-    path: EntryPath
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -53,91 +41,40 @@ class Mismatch:
     unexpected: tuple[str, ...]
 
 
-class Checkpoint:
-    """A finished checkpoint, opened; nothing but its lists and small values has been read.
-
-    Made by `open_checkpoint`.
-
-    Attributes:
-        path: The folder.
-        meta: The user's values that are no tensors of the model or optimizer.
-        record: Layout that wrote it, identity of the model, files.
-        tensors: Every tensor in it, per flat key.
-    """
-
-    def __init__(
-        self, path: Path, entries: dict[str, Any], record: meta.Record, reader: SafeReader
-    ) -> None:
-        self.path = path
-        self.meta = entries
-        self.record = record
-        self._reader = reader
-        self._metadata: Metadata = reader.read_metadata()
-        reader.set_up_storage_reader(self._metadata, is_coordinator=False)
-        self._paths: Mapping[str, EntryPath] = self._metadata.planner_data
-        self.tensors: dict[str, StoredTensor] = {
-            key: StoredTensor(self._paths[key], tuple(stored.size), stored.properties.dtype)
-            for key, stored in self._metadata.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata)
-        }
-
-    def read_objects(self, entry: str) -> dict[str, Any]:
-        """Read the values beside the tensors of one entry, e.g. an optimizer's ``param_groups``.
-
-        Args:
-            entry: The user's name, e.g. ``"optimizer"``.
-
-        Returns:
-            Nested dicts and lists, as they were before they were taken apart; empty if there are
-            none. Loaded by the restricted unpickler.
-        """
-        keys = [
-            key
-            for key, path in self._paths.items()
-            if str(path[0]) == entry and key not in self.tensors
-        ]
-        planner = BoxLoadPlanner(self._metadata, object_keys=keys)
-        self._reader.read_data(planner.create_local_plan(), planner).wait()
-        flat = {self._paths[key]: value for key, value in planner.objects.items()}
-        objects: dict[str, Any] = nested(flat).get(entry, {})
-        return objects
-
-    def read_tensors(self, destinations: Sequence[LocalTensor]) -> None:
-        """Fill this rank's destinations; all of them must be in the checkpoint."""
-        planner = BoxLoadPlanner(self._metadata, destinations)
-        with torch.no_grad():
-            self._reader.read_data(planner.create_local_plan(), planner).wait()
-
-    def plan(self, destinations: Sequence[LocalTensor]) -> None:
-        """Check that every element of the destinations is there."""
-        BoxLoadPlanner(self._metadata, destinations).create_local_plan()
-
-
 def open_checkpoint(
-    path: str | os.PathLike[str], *, mesh: ParallelMesh, weights_only: bool | None = None
+    path: str | os.PathLike[str],
+    *,
+    mesh: ParallelMesh,
+    weights_only: bool | None = None,
+    verify: bool = True,
 ) -> Checkpoint:
-    """Open a checkpoint and read its lists; collective over all ranks.
+    """Open a checkpoint, verify its files and read all but its tensors; collective.
 
     Args:
-        path: The folder; rank 0's counts.
+        path: The folder, or a single file; rank 0's counts.
         mesh: The ranks.
-        weights_only: Lightning's argument. ``True`` refuses entries of classes that the restricted
-            unpickler does not know. ``None`` means ``False`` here, because the Trainer hands on
-            ``None`` where its user wrote ``False``. Tensors, lists and meta.pt are always read by
-            the restricted unpickler.
+        weights_only: As ``torch.load`` takes it, for the values among the user's that the
+            restricted unpickler refuses; ``None`` is torch's default. Tensors, lists and meta.pt
+            of a folder are always read by the restricted unpickler.
+        verify: Compare the checksum of every file of a folder; sizes always are. The files are
+            divided among the ranks.
 
     Returns:
         The checkpoint.
 
     Raises:
-        CheckpointError: On all ranks, if there is no finished checkpoint, if its lists are damaged,
-            or if ``weights_only=True`` refuses an entry.
+        CheckpointError: On all ranks, if there is no finished checkpoint, if a file of it is
+            missing or damaged, or if ``weights_only`` refuses a value.
     """
     doing = f"opening path={os.fspath(path)!r}"
     target = collect(mesh, doing, lambda: folder.local_path(path))[0]
     opened: list[Checkpoint] = []
     collect(mesh, doing, lambda: opened.append(_open(target, weights_only=weights_only)))
-    return opened[0]
+    checkpoint = opened[0]
+    ranks = mesh.layout.world_size
+    collect(mesh, doing, lambda: checkpoint.verify(part=mesh.rank, parts=ranks, checksum=verify))
+    collect(mesh, doing, checkpoint.read_objects)
+    return checkpoint
 
 
 def load_tensors(
@@ -145,9 +82,9 @@ def load_tensors(
     destinations: Sequence[LocalTensor],
     *,
     mesh: ParallelMesh,
+    entries: Sequence[str] = (),
     identity: Mapping[str, str] | None = None,
     strict: bool = True,
-    verify: bool = True,
 ) -> Mismatch:
     """Read the pieces of ``destinations``, whatever layout wrote them; collective.
 
@@ -157,33 +94,33 @@ def load_tensors(
         checkpoint: From `open_checkpoint`.
         destinations: What this rank wants; the pieces are filled in place.
         mesh: The ranks.
+        entries: Entries that are to be loaded completely, besides those of the destinations: an
+            optimizer's, whose names may all be unknown.
         identity: Facts about the model that must equal those saved, as far as both name them.
-        strict: Also refuse keys that are missing on one side, for every entry that is loaded.
-        verify: Compare the checksum of every file first; sizes always are. The files are divided
-            among the ranks.
+        strict: Refuse another identity, and keys that are missing on one side, for every entry
+            that is loaded. Another shape is always refused.
 
     Returns:
         The keys left out; empty if ``strict``.
 
     Raises:
-        CheckpointError: On all ranks, if a file is missing or damaged or the checkpoint is of
-            another model; the message lists the first differences.
+        CheckpointError: On all ranks, if the checkpoint is of another model; the message lists the
+            first differences.
     """
     doing = f"loading path='{checkpoint.path}'"
-    collect(mesh, doing, lambda: _check_files(checkpoint, mesh, verify=verify))
-    wanted = collect(mesh, doing, lambda: {t.key: t.entry for t in destinations})
-    everyone: dict[str, str] = {}
-    for theirs in wanted:
-        everyone |= theirs
-    mismatch = _mismatch(checkpoint, everyone)
+    mine = _Wanted(
+        {t.key for t in destinations}, {t.entry for t in destinations} | {*entries}, set()
+    )
+    mine.other_names.update(key_of(alias) for t in destinations for alias in t.aliases)
+    mismatch = _mismatch(checkpoint, collect(mesh, doing, lambda: mine))
     present = [tensor for tensor in destinations if tensor.key in checkpoint.tensors]
 
     def check() -> None:
-        found = _identity_differences(checkpoint, identity or {}) if strict else []
+        found = _shape_differences(checkpoint, present)
         if strict:
+            found += _identity_differences(checkpoint, identity or {})
             found += [f"{key} is not in the checkpoint" for key in mismatch.missing]
             found += [f"{key} is in the checkpoint only" for key in mismatch.unexpected]
-        found += _shape_differences(checkpoint, present)
         if found:
             more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
             raise CheckpointError(
@@ -192,38 +129,42 @@ def load_tensors(
         checkpoint.plan(present)
 
     collect(mesh, doing, check)
-    collect(mesh, doing, lambda: checkpoint.read_tensors(present))
+    collect(mesh, doing, lambda: checkpoint.read(present))
     return mismatch
 
 
 def _open(path: Path, *, weights_only: bool | None) -> Checkpoint:
+    if path.is_file():
+        return load_single_file(path, weights_only=weights_only)
     entries, record = meta.load_meta(path)
     check_file(path, METADATA_FILE, record.files[METADATA_FILE], checksum=True)
     entries |= meta.load_pickled(path, record, weights_only=weights_only)
-    return Checkpoint(path, entries, record, SafeReader(path))
+    return ShardedCheckpoint(path, entries, record)
 
 
-def _check_files(checkpoint: Checkpoint, mesh: ParallelMesh, *, verify: bool) -> None:
-    """Check this rank's share of the files."""
-    files = sorted(checkpoint.record.files.items())
-    for name, expected in files[mesh.rank :: mesh.layout.world_size]:
-        check_file(checkpoint.path, name, expected, checksum=verify)
+class _Wanted(NamedTuple):
+    """Keys that a rank wants, entries they belong to, further names of the same tensors."""
+
+    keys: set[str]
+    entries: set[str]
+    other_names: set[str]
 
 
-def _mismatch(checkpoint: Checkpoint, wanted: Mapping[str, str]) -> Mismatch:
-    entries = set(wanted.values())
-    aliases = checkpoint.record.aliases
-    missing = tuple(key for key in wanted if key not in checkpoint.tensors)
-    unexpected = tuple(
+def _mismatch(checkpoint: Checkpoint, ranks: Sequence[_Wanted]) -> Mismatch:
+    wanted = {key for rank in ranks for key in rank.keys}
+    entries = {entry for rank in ranks for entry in rank.entries}
+    spared = {key for rank in ranks for key in rank.other_names} | checkpoint.aliases.keys()
+    missing = sorted(wanted - checkpoint.tensors.keys())
+    unexpected = sorted(
         key
         for key, stored in checkpoint.tensors.items()
-        if str(stored.path[0]) in entries and key not in wanted and key not in aliases
+        if str(stored.path[0]) in entries and key not in wanted | spared
     )
-    return Mismatch(missing, unexpected)
+    return Mismatch(tuple(missing), tuple(unexpected))
 
 
 def _identity_differences(checkpoint: Checkpoint, identity: Mapping[str, str]) -> list[str]:
-    saved = checkpoint.record.identity
+    saved = checkpoint.identity
     return [
         f"{name}={value!r} here, {name}={saved[name]!r} in the checkpoint"
         for name, value in identity.items()

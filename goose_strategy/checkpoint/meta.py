@@ -158,14 +158,13 @@ def load_meta(path: Path) -> tuple[dict[str, Any], Record]:
         # torch does not compare the checksums that its own zip files carry.
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
-        if damaged is not None:
-            raise CheckpointError(f"{file} is damaged: {damaged} does not match its checksum.")
-        meta = torch.load(file, map_location="cpu", weights_only=True)
-    except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as err:
-        if isinstance(err, CheckpointError):
-            raise
+        meta = torch.load(file, map_location="cpu", weights_only=True) if not damaged else {}
+    except Exception as err:  # Of a damaged zip file anything can follow.
         raise CheckpointError(f"{file} is truncated or damaged: {err}") from err
-    return meta, Record.parse(meta.pop(RECORD_KEY, None), path)
+    if damaged:
+        raise CheckpointError(f"{file} is damaged: {damaged} does not match its checksum.")
+    plain = meta.pop(RECORD_KEY, None) if isinstance(meta, dict) else None
+    return meta, Record.parse(plain, path)
 
 
 def load_pickled(path: Path, record: Record, *, weights_only: bool | None) -> dict[str, Any]:
@@ -174,8 +173,7 @@ def load_pickled(path: Path, record: Record, *, weights_only: bool | None) -> di
     Args:
         path: The checkpoint.
         record: Its record.
-        weights_only: ``True`` refuses them unless their classes were allowed by
-            ``torch.serialization.add_safe_globals``.
+        weights_only: As ``torch.load`` takes it; ``None`` is torch's default, which is ``True``.
 
     Returns:
         The entries.
@@ -188,14 +186,14 @@ def load_pickled(path: Path, record: Record, *, weights_only: bool | None) -> di
     check_file(path, PICKLED_FILE, record.files[PICKLED_FILE], checksum=True)
     try:
         entries: dict[str, Any] = torch.load(
-            path / PICKLED_FILE, map_location="cpu", weights_only=weights_only is True
+            path / PICKLED_FILE, map_location="cpu", weights_only=weights_only
         )
     except pickle.UnpicklingError as err:
         listed = "; ".join(f"{name!r} ({why})" for name, why in record.pickled.items())
         raise CheckpointError(
-            f"path='{path}': weights_only=True refuses the entries {listed}. Allow these classes "
-            "with torch.serialization.add_safe_globals, or load with weights_only=False if you "
-            "trust the file."
+            f"path='{path}': weights_only={weights_only} refuses the entries {listed}. Allow these "
+            "classes with torch.serialization.add_safe_globals, or load with weights_only=False if "
+            "you trust the file."
         ) from err
     return entries
 

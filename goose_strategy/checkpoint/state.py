@@ -19,7 +19,7 @@ from goose_strategy.mesh.shard import ShardSpec
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from goose_strategy.checkpoint.load import Checkpoint, StoredTensor
+    from goose_strategy.checkpoint.opened import Checkpoint, StoredTensor
     from goose_strategy.mesh.mesh import ParallelMesh
 
 FlatRange = tuple[Tensor, int, int]
@@ -107,7 +107,7 @@ def optimizer_tensors(
 
 
 def optimizer_objects(
-    entry: str, param_groups: Sequence[Mapping[str, Any]]
+    entry: str, param_groups: Sequence[Mapping[str, Any]], *, has_state: bool = True
 ) -> dict[EntryPath, Any]:
     """Describe what an optimizer keeps beside its tensors, as DCP takes it apart.
 
@@ -115,11 +115,14 @@ def optimizer_objects(
         entry: The user's name for the optimizer.
         param_groups: Groups of the whole model, with ``params`` as a list of parameter names in the
             order that one process would have.
+        has_state: Whether any rank has tensors of this optimizer. Without them its ``state`` is
+            kept as an empty dict, which torch wants to see.
 
     Returns:
         Values per path.
     """
-    return flattened((entry, "param_groups"), [dict(group) for group in param_groups])
+    objects = flattened((entry, "param_groups"), [dict(group) for group in param_groups])
+    return objects if has_state else {(entry, "state"): {}, **objects}
 
 
 def merged_groups(per_stage: Iterable[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

@@ -1,8 +1,9 @@
-"""A hand-made model of named tensors, cut over any layout, with values that say where they belong."""
+"""A hand-made model of named tensors, cut over any layout, and its optimizer's state."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from goose_strategy.checkpoint.manifest import LocalTensor
 from goose_strategy.checkpoint.save import Contents, save_checkpoint
 from goose_strategy.checkpoint.state import optimizer_objects, optimizer_tensors, weight_tensors
+from goose_strategy.errors import CheckpointError
 from goose_strategy.mesh.layout import MeshLayout
 from goose_strategy.mesh.mesh import ParallelMesh
 from goose_strategy.mesh.shard import ShardSpec
@@ -161,8 +163,19 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-def save_toy(context: Any, sizes: tuple[int, int, int], path: Path) -> None:
+def save_toy(
+    context: Any, sizes: tuple[int, int, int], path: Path, tag: str = "", **meta: Any
+) -> None:
     """Save the toy under a layout (tp, pp, dp); runs in a rank."""
     mesh = make_mesh(*sizes)
-    save_checkpoint(path, Toy.build(mesh).contents(), mesh=mesh)
+    save_checkpoint(path, Toy.build(mesh, tag=tag).contents(**meta), mesh=mesh)
     mesh.close()
+
+
+def attempt(step: Callable[[], Any]) -> str:
+    """Return the text of the CheckpointError that ``step`` must raise."""
+    try:
+        step()
+    except CheckpointError as err:
+        return str(err)
+    raise AssertionError("no CheckpointError was raised")
