@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from goose_strategy.comm.collectives import all_reduce, all_gather_uneven
+from goose_strategy.comm.collectives import all_gather_uneven, all_reduce
 
 
 class _CopyToGroup(torch.autograd.Function):

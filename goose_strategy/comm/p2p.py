@@ -49,8 +49,10 @@ def metas_of(tensors: Sequence[Tensor]) -> Metas:
 
 
 class PendingSend:
-    """A message under way. It stays alive in its link until it is waited for: gloo drops a message
-    whose work is freed before it left.
+    """A message under way.
+
+    It stays alive in its link until it is waited for, because gloo drops a message whose work is
+    freed before it left.
     """
 
     def __init__(self, link: StageLink, key: Hashable, tensors: Sequence[Tensor]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from goose_strategy.errors import MeshError
 from goose_strategy.mesh.axis import MeshAxis
-from goose_strategy.mesh.layout import MeshLayout
+
+if TYPE_CHECKING:
+    from goose_strategy.mesh.layout import MeshLayout
 
 DEVICE_MESH_NAMES = ("pipeline_parallel", "data_parallel", "tensor_parallel")
 """Dimension names of `ParallelMesh.device_mesh`, outermost first."""

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from goose_strategy.mesh.axis import MeshAxis
-from goose_strategy.mesh.layout import Coordinates
+
+if TYPE_CHECKING:
+    from goose_strategy.mesh.layout import Coordinates
 
 
 def axis_seed(
