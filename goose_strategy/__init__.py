@@ -1,1 +1,50 @@
-"""goose-strategy."""
+"""goose-strategy: Megatron-style 3D parallelism with ZeRO-1 as a Lightning strategy.
+
+Importing this package registers ``strategy="goose3d"`` for Fabric and the Trainer. Everything
+else is imported when it is first used, so that the import stays cheap.
+"""
+
+from typing import TYPE_CHECKING
+
+from goose_strategy.lazy import lazy_exports
+from goose_strategy.strategies.registry import register
+
+if TYPE_CHECKING:
+    from goose_strategy.errors import GooseError
+    from goose_strategy.optim.config import ZeroConfig
+    from goose_strategy.pipeline_parallel.config import PipelineConfig
+    from goose_strategy.runtime.core import ParallelRuntime
+    from goose_strategy.runtime.settings import RuntimeConfig
+    from goose_strategy.strategies.fabric import Goose3DStrategy as Goose3DFabricStrategy
+    from goose_strategy.strategies.progress import Goose3DProgressBar
+    from goose_strategy.strategies.pytorch import Goose3DStrategy
+    from goose_strategy.tensor_parallel.config import TensorConfig
+
+__all__ = [
+    "Goose3DFabricStrategy",
+    "Goose3DProgressBar",
+    "Goose3DStrategy",
+    "GooseError",
+    "ParallelRuntime",
+    "PipelineConfig",
+    "RuntimeConfig",
+    "TensorConfig",
+    "ZeroConfig",
+]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "Goose3DFabricStrategy": "goose_strategy.strategies.fabric:Goose3DStrategy",
+        "Goose3DProgressBar": "goose_strategy.strategies.progress:Goose3DProgressBar",
+        "Goose3DStrategy": "goose_strategy.strategies.pytorch:Goose3DStrategy",
+        "GooseError": "goose_strategy.errors:GooseError",
+        "ParallelRuntime": "goose_strategy.runtime.core:ParallelRuntime",
+        "PipelineConfig": "goose_strategy.pipeline_parallel.config:PipelineConfig",
+        "RuntimeConfig": "goose_strategy.runtime.settings:RuntimeConfig",
+        "TensorConfig": "goose_strategy.tensor_parallel.config:TensorConfig",
+        "ZeroConfig": "goose_strategy.optim.config:ZeroConfig",
+    },
+)
+
+register()

@@ -1,0 +1,1 @@
+"""The one core under both doors: mesh, sharding, calls, steps. Imports no Lightning."""

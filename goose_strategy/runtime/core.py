@@ -1,0 +1,301 @@
+"""The runtime: the mesh, the models sharded over it, and the verbs of a training step.
+
+Both of Lightning's doors translate to these verbs, and a plain torch loop can call them directly:
+
+    runtime = ParallelRuntime(RuntimeConfig(tp=2, pp=2))
+    runtime.start(torch.device("cpu"))            # after torch.distributed.init_process_group
+    optimizer = torch.optim.AdamW(model.parameters())
+    runtime.shard_module(model, optimizers=[optimizer])
+    loss = model(**batch).loss                    # the whole schedule runs here
+    with runtime.backward(loss):
+        loss.backward()                           # releases the gradients
+    runtime.clip_grad_norm(optimizer, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from goose_strategy.comm.collectives import all_reduce
+from goose_strategy.comm.watchdog import Watchdog
+from goose_strategy.compat.torch import default_store
+from goose_strategy.errors import ConfigError, MeshError
+from goose_strategy.mesh.layout import MeshLayout
+from goose_strategy.mesh.mesh import ParallelMesh
+from goose_strategy.optim.clip import clip_grad_norm, clip_grad_value
+from goose_strategy.runtime.model import ShardedModel
+from goose_strategy.runtime.settings import RuntimeConfig
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class ParallelRuntime:
+    """Tensor x pipeline x data parallel training of modules, without Lightning.
+
+    Args:
+        config: Sizes of the mesh and settings of each room.
+    """
+
+    def __init__(self, config: RuntimeConfig) -> None:
+        self.config = config
+        self.models: list[ShardedModel] = []
+        self._mesh: ParallelMesh | None = None
+        self._watchdog: Watchdog | None = None
+        self._broadcast_batches = False
+
+    @property
+    def started(self) -> bool:
+        """Whether the mesh exists."""
+        return self._mesh is not None
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """The mesh.
+
+        Raises:
+            MeshError: Before :meth:`start`.
+        """
+        if self._mesh is None:
+            raise MeshError(
+                "The mesh does not exist yet; it is built when the processes are launched "
+                "(fabric.launch(), trainer.fit(), or ParallelRuntime.start())."
+            )
+        return self._mesh
+
+    def check_world(self, world_size: int) -> MeshLayout:
+        """Return the layout for ``world_size`` ranks; needs no process group.
+
+        Raises:
+            ConfigError: If ``tp * pp`` does not divide ``world_size``.
+        """
+        return MeshLayout.from_world(world_size, tp=self.config.tp, pp=self.config.pp)
+
+    def start(self, device: torch.device, *, timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
+        """Build the mesh and start the watchdog. Collective over the world.
+
+        Args:
+            device: Device of this rank.
+            timeout: Time after which a collective fails.
+
+        Raises:
+            ConfigError: If the sizes do not divide the world.
+        """
+        if self.started:
+            return
+        layout = self.check_world(torch.distributed.get_world_size())
+        self._mesh = ParallelMesh.create(layout, device=device, timeout=timeout)
+        pipeline = self.config.pipeline
+        self._watchdog = Watchdog(
+            self._mesh,
+            store=default_store(),
+            first_step_timeout_s=pipeline.first_step_timeout_s,
+            step_timeout_s=pipeline.step_timeout_s,
+        )
+
+    def shard_module(
+        self, module: nn.Module, *, optimizers: Sequence[Optimizer] = ()
+    ) -> ShardedModel:
+        """Shard a module in place over the mesh. Collective over the world.
+
+        Args:
+            module: Any module at ``tp=pp=1``; one that holds a transformers causal LM else. Its
+                class, its config and the names of its parameters stay.
+            optimizers: Optimizers over its parameters; their ``param_groups`` are rewritten to
+                the parameters that this rank keeps.
+
+        Returns:
+            The handle of the sharded module; the same one if it was sharded before.
+
+        Raises:
+            PlanError: If the module cannot be split as asked.
+            ConfigError: If an optimizer is unsupported or holds foreign parameters.
+        """
+        known = self.model_of(module)
+        if known is None:
+            known = ShardedModel(module, self.mesh, self.config, self._watchdog)
+            known.shard(optimizers)
+            known.guard.mode = "broadcast" if self._broadcast_batches else "check"
+            self.models.append(known)
+        elif optimizers:
+            known.attach(optimizers)
+        return known
+
+    def model_of(self, module: nn.Module) -> ShardedModel | None:
+        """Return the handle of ``module`` if it is sharded by this runtime."""
+        return next((model for model in self.models if model.module is module), None)
+
+    def attach_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Attach optimizers that were made after ``module`` was sharded."""
+        model = self.model_of(module)
+        if model is None:
+            raise ConfigError("The module is not sharded by this runtime; call shard_module first.")
+        model.attach(optimizers)
+
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
+        """Attach one optimizer to the sharded module whose parameters it holds.
+
+        Raises:
+            ConfigError: If it holds parameters of no sharded module, or of several.
+        """
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owners = [m for m in self.models if held & {id(p) for p in m.module.parameters()}]
+        if len(owners) != 1:
+            raise ConfigError(
+                f"{type(optimizer).__name__} holds parameters of {len(owners)} sharded modules; "
+                "set the module up first (fabric.setup_module(model)) and build the optimizer "
+                "from the parameters of exactly that module, or set both up together "
+                "(fabric.setup(model, optimizer))."
+            )
+        owners[0].attach([*owners[0].optimizers, optimizer])
+
+    @contextmanager
+    def placeholders(self, module: nn.Module) -> Generator[None, None, None]:
+        """Let optimizers be built inside the block over modules that other stages hold."""
+        model = self.model_of(module)
+        if model is None:
+            yield
+            return
+        with model.surgery.placeholders():
+            yield
+
+    def before_step(self, module: nn.Module) -> None:
+        """Prepare a module whose own ``forward`` a training step may bypass."""
+        model = self.model_of(module)
+        if model is not None:
+            model.before_forward()
+
+    @contextmanager
+    def backward(self, loss: Tensor) -> Generator[None, None, None]:
+        """Surround ``loss.backward()``: check the loss, then finish the gradient reduction.
+
+        Raises:
+            BatchError: If ``pp > 1`` and ``loss`` does not come from a pipelined call.
+        """
+        for model in self.models:
+            model.check_loss(loss)
+            model.before_forward()
+        with self.watch("backward"):
+            yield
+            for model in self.models:
+                model.after_backward()
+
+    @contextmanager
+    def no_sync(self, module: nn.Module, *, enabled: bool = True) -> Generator[None, None, None]:
+        """Keep gradients local to this rank inside the block, for accumulation."""
+        models = [m for m in self.models if m.module is module] or self.models
+        before = [model.sync for model in models]
+        for model in models:
+            model.sync = not enabled
+        try:
+            yield
+        finally:
+            for model, sync in zip(models, before, strict=True):
+                model.sync = sync
+
+    @contextmanager
+    def local_loss(self, module: nn.Module) -> Generator[None, None, None]:
+        """Let replicas compute losses of their own inside the block, without dp communication."""
+        model = self.model_of(module)
+        if model is None:
+            yield
+            return
+        before, model.global_loss = model.global_loss, False
+        try:
+            yield
+        finally:
+            model.global_loss = before
+
+    @contextmanager
+    def watch(self, what: str) -> Generator[None, None, None]:
+        """Guard a block by the watchdog's deadline."""
+        if self._watchdog is None:
+            yield
+            return
+        with self._watchdog.guard(what):
+            yield
+
+    def clip_grad_norm(
+        self,
+        optimizer: Optimizer,
+        max_norm: float,
+        *,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Clip the gradients of an optimizer's parameters by their global norm. Collective.
+
+        Args:
+            optimizer: The optimizer whose parameters are clipped.
+            max_norm: Largest norm after clipping.
+            norm_type: 2.0 or any p-norm, or ``inf``.
+            error_if_nonfinite: Raise, before anything is changed, if the norm is not finite.
+
+        Returns:
+            The norm before clipping, a scalar equal on all ranks.
+        """
+        model = self._owner(optimizer)
+        with self.watch("gradient clipping"):
+            return clip_grad_norm(
+                model.shards_of(optimizer),
+                self.mesh,
+                max_norm,
+                norm_type=norm_type,
+                error_if_nonfinite=error_if_nonfinite,
+            )
+
+    def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
+        """Clip the reduced gradients of an optimizer's parameters element by element."""
+        with self.watch("gradient clipping"):
+            clip_grad_value(self._owner(optimizer).shards_of(optimizer), clip_value)
+
+    def owner_of(self, optimizer: Optimizer) -> ShardedModel | None:
+        """Return the sharded module that an optimizer is attached to, if any."""
+        for model in self.models:
+            if any(optimizer is known for known in model.optimizers):
+                return model
+        return None
+
+    def _owner(self, optimizer: Optimizer) -> ShardedModel:
+        model = self.owner_of(optimizer)
+        if model is None:
+            raise ConfigError(
+                f"{type(optimizer).__name__} is not attached; set it up with its module first."
+            )
+        return model
+
+    def vote(self, decision: bool, *, everyone: bool) -> bool:
+        """Return whether all (``everyone``) or any ranks of the world decided yes. Collective."""
+        value = torch.tensor([int(decision)], dtype=torch.int64)
+        all_reduce(value, self.mesh.control, op="min" if everyone else "max")
+        return bool(value.item())
+
+    def broadcast_batches(self) -> None:
+        """From now on, send the first rank's batch to the others of its model replica."""
+        self._broadcast_batches = True
+        for model in self.models:
+            model.guard.mode = "broadcast"
+
+    def fail(self, exception: BaseException) -> None:
+        """Tell the other ranks that this one failed, so that all end with the first cause."""
+        if self._watchdog is not None:
+            self._watchdog.fail(exception)
+
+    def stop(self) -> None:
+        """Undo the patches, stop the watchdog, close the groups."""
+        for model in self.models:
+            model.close()
+        self.models.clear()
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
+        if self._mesh is not None:
+            self._mesh.close()
+            self._mesh = None

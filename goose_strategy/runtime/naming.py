@@ -1,0 +1,109 @@
+"""Parameters by name: what an optimizer holds before surgery, and what is left of it after.
+
+A user builds the optimizer over the whole model. Surgery replaces parameters (a column layer has a
+new, smaller weight) and removes others (another stage's layers). Lightning's own model-parallel
+strategy leaves the old ones in the optimizer: the step succeeds and the weights never change. Here
+groups are remembered by parameter name before surgery and filled again after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from torch import nn
+from torch.optim import Optimizer
+
+from goose_strategy.errors import ConfigError
+
+GroupNames: TypeAlias = list[list[str]]
+
+
+def record_groups(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[GroupNames]:
+    """Return, per optimizer and group, the names of its parameters.
+
+    Raises:
+        ConfigError: If an optimizer holds a parameter that is not the module's, or has stepped
+            already.
+    """
+    names = {id(p): name for name, p in module.named_parameters()}
+    recorded = []
+    for optimizer in optimizers:
+        foreign = [
+            tuple(p.shape)
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if id(p) not in names
+        ]
+        if foreign:
+            raise ConfigError(
+                f"{type(optimizer).__name__} holds {len(foreign)} parameters that do not belong "
+                f"to the module it is set up with (first shape: {foreign[0]}); build it from "
+                "model.parameters() of exactly this module, before fabric.setup(model, optimizer)."
+            )
+        if optimizer.state:
+            raise ConfigError(
+                f"{type(optimizer).__name__} has state already; set it up first and then load its "
+                "state with fabric.load(...) so that each rank reads its own shard."
+            )
+        recorded.append([[names[id(p)] for p in g["params"]] for g in optimizer.param_groups])
+    return recorded
+
+
+def refill_groups(
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    recorded: Sequence[GroupNames],
+    tied: Mapping[str, str],
+) -> None:
+    """Put the parameters that this rank kept back into the groups that named them.
+
+    Args:
+        module: The module after surgery.
+        optimizers: The optimizers of :func:`record_groups`.
+        recorded: Its result.
+        tied: Local name of a tied copy -> name of the weight it copies; the copy takes the
+            weight's place in the groups.
+    """
+    now = dict(module.named_parameters())
+    copies = {canonical: now[local] for local, canonical in tied.items() if local in now}
+    for optimizer, groups in zip(optimizers, recorded, strict=True):
+        for group, names in zip(optimizer.param_groups, groups, strict=True):
+            kept = [now.get(name, copies.get(name)) for name in names]
+            group["params"] = [p for p in kept if p is not None]
+
+
+def strip_placeholders(optimizers: Sequence[Optimizer]) -> None:
+    """Remove 0-element placeholders that an optimizer was built with after surgery."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p.numel()]
+
+
+def owners(
+    module: nn.Module, optimizers: Sequence[Optimizer]
+) -> dict[str, tuple[int, int]]:
+    """Return name -> (index of the optimizer, index of its group) for every held parameter.
+
+    Raises:
+        ConfigError: If two optimizers hold the same parameter, or one holds a foreign one.
+    """
+    names = {id(p): name for name, p in module.named_parameters()}
+    owned: dict[str, tuple[int, int]] = {}
+    for index, optimizer in enumerate(optimizers):
+        for group_index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                name = names.get(id(param))
+                if name is None:
+                    raise ConfigError(
+                        f"{type(optimizer).__name__} holds a parameter of shape "
+                        f"{tuple(param.shape)} that does not belong to the module; build it from "
+                        "model.parameters() after the module was set up."
+                    )
+                if name in owned:
+                    raise ConfigError(
+                        f"parameter {name} is held twice by the optimizers; each parameter may "
+                        "be in one group of one optimizer."
+                    )
+                owned[name] = (index, group_index)
+    return owned

@@ -1,0 +1,162 @@
+"""One pipelined call: split the batch, run the schedule, share the loss, keep the gradients.
+
+Between the schedule and the user's ``loss.backward()`` lies the user's own code: gradient clearing
+by the Trainer, a division for accumulation, a second loss. The call's gradients therefore stay its
+own until its loss's backward arrives with a factor, and are released times that factor
+(:mod:`goose_strategy.data_parallel.call`).
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from goose_strategy.comm.collectives import all_gather_objects, all_reduce, broadcast
+from goose_strategy.errors import ScheduleError
+from goose_strategy.pipeline_parallel.bridge import attach_loss
+from goose_strategy.pipeline_parallel.engine import Engine, StepResult
+from goose_strategy.pipeline_parallel.links import connect_stages
+from goose_strategy.pipeline_parallel.microbatch import split_batch
+from goose_strategy.pipeline_parallel.stage import PipelineStage
+from goose_strategy.runtime.batch import Batch
+from goose_strategy.runtime.counting import TokenCount
+
+if TYPE_CHECKING:
+    from goose_strategy.comm.watchdog import Watchdog
+    from goose_strategy.data_parallel.call import CallGrads
+    from goose_strategy.runtime.model import ShardedModel
+
+
+class PipelineCall:
+    """Runs calls of a model that is cut into stages.
+
+    Args:
+        model: The sharded model.
+        stage: This rank's stage of it.
+        watchdog: Guards every action, or ``None``.
+    """
+
+    def __init__(
+        self, model: ShardedModel, stage: PipelineStage, watchdog: Watchdog | None
+    ) -> None:
+        self._model = model
+        self._mesh = model.mesh
+        self._config = model.config.pipeline
+        self.engine = Engine(
+            stage,
+            connect_stages(model.mesh),
+            self._config,
+            rank=model.mesh.rank,
+            guard=None if watchdog is None else watchdog.guard,
+        )
+
+    def __call__(self, batches: list[Batch], *, grad: bool) -> tuple[Tensor | None, Any]:
+        """Run the schedule over the batches of one call. Collective over the world.
+
+        Args:
+            batches: One batch to be split, or several that are microbatches already.
+            grad: Whether the caller wants gradients (if there are labels and trainable weights).
+
+        Returns:
+            The loss, a scalar equal on all ranks that releases the gradients in its backward, or
+            ``None`` without labels; and the logits where they are wanted, else ``None``.
+        """
+        model, own_loss = self._model, self._config.loss_fn is not None
+        whole: Any = batches[0] if len(batches) == 1 else batches
+        microbatches = split_batch(whole, self._config, stages=self._mesh.pp_size)
+        has_loss = own_loss or all(batch.get("labels") is not None for batch in batches)
+        train = grad and has_loss and model.surgery.trains
+        want_logits = self._config.return_logits or not has_loss
+        group = self._mesh.dp if model.global_loss else None
+        count = None
+        if has_loss and not own_loss and "num_items_in_batch" not in batches[0]:
+            count = TokenCount.of(batches, group)
+        with ExitStack() as stack:
+            stack.enter_context(model.counting(count))
+            if (head := model.surgery.head) is not None:
+                stack.enter_context(head.local(not (own_loss or want_logits)))
+            result, call = self._run(microbatches, train=train, want_logits=want_logits)
+        loss, scale = self._share(result, own_loss=own_loss) if has_loss else (None, 1.0)
+        logits = self._share_logits(result.logits) if want_logits else None
+        if loss is not None and call is not None:
+            loss = attach_loss(loss, self._releaser(call, scale))
+        return loss, logits
+
+    def _run(
+        self, microbatches: list[Batch], *, train: bool, want_logits: bool
+    ) -> tuple[StepResult, CallGrads | None]:
+        reducer = self._model.reducer
+        if not train or reducer is None:
+            return self.engine.run(microbatches, train=False, want_logits=want_logits), None
+        call = reducer.begin_call(self._model.sync)
+        result = self.engine.run(
+            microbatches,
+            train=True,
+            before_last_backward=reducer.last_backward,
+            want_logits=want_logits,
+        )
+        with self._model.watch("gradient reduction"):
+            reducer.end_call(call)
+        return result, call
+
+    def _share(self, result: StepResult, *, own_loss: bool) -> tuple[Tensor, float | Tensor]:
+        """Return the global loss on all ranks, and the factor that its gradients still lack."""
+        mesh, model = self._mesh, self._model
+        dtype = model.surgery.loss_dtype
+        pair = torch.zeros(2, dtype=dtype, device=mesh.device)
+        if mesh.is_last_stage and mesh.tp_rank == 0 and result.loss is not None:
+            pair[0] = result.loss
+            pair[1] = 1 if result.count is None else result.count
+        with model.watch("the sum of the loss"):
+            all_reduce(pair, mesh.world if model.global_loss else mesh.model)
+        # The reducer averages over dp, but the sum over tokens is divided by all of them already.
+        if not own_loss:
+            return pair[0].clone(), float(mesh.dp_size)
+        count = pair[1].clamp(min=1)
+        return pair[0] / count, mesh.dp_size / count
+
+    def _share_logits(self, logits: list[Tensor] | None) -> Any:
+        """Send the last stage's logits to all stages.
+
+        Returns:
+            ``[rows, seq, vocab]``; a tuple of one tensor per microbatch where their lengths differ.
+        """
+        mesh = self._mesh
+        metas = None if logits is None else [(tuple(t.shape), t.dtype) for t in logits]
+        every = all_gather_objects(metas, mesh.model_control)
+        known = next((meta for meta in every if meta is not None), None)
+        if known is None:
+            raise ScheduleError("The last stage returned no logits.", rank=mesh.rank)
+        source = mesh.layout.stage_rank(mesh.rank, mesh.pp_size - 1)
+        received = []
+        for index, (shape, dtype) in enumerate(known):
+            if logits is not None:
+                tensor = logits[index].contiguous()
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device=mesh.device)
+            broadcast(tensor, source=source, group=mesh.pp_forward)
+            received.append(tensor)
+        if len({tensor.shape[1:] for tensor in received}) == 1:
+            return torch.cat(received)
+        return tuple(received)
+
+    def _releaser(self, call: CallGrads, scale: float | Tensor) -> Any:
+        model = self._model
+
+        def release(factor: Tensor) -> None:
+            reducer = model.reducer
+            if reducer is None:
+                raise RuntimeError("The module was closed before backward() of its loss.")
+            if call.sync != model.sync:
+                raise RuntimeError(
+                    "The forward ran "
+                    f"{'with' if call.sync else 'without'} gradient sync and its backward "
+                    f"{'with' if model.sync else 'without'}; put both into the same "
+                    "no_backward_sync block."
+                )
+            reducer.release(call, factor * scale)
+
+        return release

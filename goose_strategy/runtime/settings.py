@@ -1,0 +1,48 @@
+"""Settings of the runtime, checked before any process group exists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from goose_strategy.errors import ConfigError
+from goose_strategy.optim.config import ZeroConfig
+from goose_strategy.pipeline_parallel.config import PipelineConfig
+from goose_strategy.tensor_parallel.config import TensorConfig
+from goose_strategy.validate import at_least, whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """Sizes of the mesh and one settings object per room.
+
+    Attributes:
+        tp: Tensor parallel size (ranks that split one layer).
+        pp: Pipeline parallel size (stages).
+        pipeline: Schedule, microbatches, partition.
+        tensor: How layers are split.
+        zero: Gradient buckets and the sharded optimizer.
+
+    The data parallel size is what is left of the world: ``world_size / (tp * pp)``.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    tensor: TensorConfig = field(default_factory=TensorConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a model or a process group.
+
+        Raises:
+            ConfigError: If a size is no positive whole number, or a listed partition does not
+                name one count per stage.
+        """
+        whole(tp=self.tp, pp=self.pp)
+        at_least(1, tp=self.tp, pp=self.pp)
+        partition = self.pipeline.partition
+        if not isinstance(partition, str) and len(partition) != self.pp:
+            raise ConfigError(
+                f"partition={list(partition)} lists {len(partition)} stages but pp={self.pp}; "
+                "list one number of layers per stage."
+            )

@@ -1,0 +1,216 @@
+"""What a checkpoint of sharded modules holds, and how it comes back.
+
+The doors know which objects the user named; here each becomes tensors of the whole model, seen from
+one rank (:mod:`goose_strategy.checkpoint`). Weights and optimizer states are named as one process
+would name them, so any layout reads what any layout wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from goose_strategy.checkpoint.load import Checkpoint, load_tensors
+from goose_strategy.checkpoint.manifest import EntryPath, LocalTensor
+from goose_strategy.checkpoint.state import (
+    OptimizerState,
+    empty_optimizer_state,
+    merged_groups,
+    optimizer_objects,
+    optimizer_tensors,
+    weight_tensors,
+)
+from goose_strategy.comm.collectives import all_gather_objects
+from goose_strategy.errors import CheckpointError
+from goose_strategy.optim.state import (
+    Range,
+    load_named_optimizer_state,
+    named_optimizer_state,
+    owned_ranges,
+)
+from goose_strategy.optim.zero import ZeroShards
+from goose_strategy.runtime.model import ShardedModel
+
+Filter = Callable[[str, Any], bool]
+
+
+def model_tensors(
+    entry: str, model: ShardedModel, keep: Filter | None = None
+) -> list[LocalTensor]:
+    """Describe this rank's weights and persistent buffers.
+
+    Args:
+        entry: The user's name for the model.
+        model: The sharded model.
+        keep: Keep only the weights for which it returns true.
+
+    Returns:
+        The tensors; their pieces share storage with the weights.
+    """
+    weights: dict[str, Tensor] = dict(model.module.named_parameters())
+    saved = model.module.state_dict(keep_vars=True)
+    weights |= {name: b for name, b in model.module.named_buffers() if name in saved}
+    if keep is not None:
+        weights = {name: tensor for name, tensor in weights.items() if keep(name, tensor)}
+    aliases = {n: others for n, others in model.surgery.aliases.items() if n in weights}
+    return weight_tensors(
+        entry, weights, model.surgery.specs, mesh=model.mesh, aliases=aliases
+    )
+
+
+def identity_of(model: ShardedModel) -> dict[str, str]:
+    """Return the facts that a model must share to load this model's checkpoint."""
+    return {"class": ", ".join(type(lm).__name__ for _, lm in model.surgery.models)}
+
+
+def optimizer_contents(
+    entry: str, model: ShardedModel, optimizer: Optimizer
+) -> tuple[list[LocalTensor], dict[EntryPath, Any]]:
+    """Describe this rank's part of an optimizer. Collective over the world.
+
+    Returns:
+        Its tensors, and the values beside them (the parameter groups by parameter name).
+    """
+    zero = _shards(model, optimizer)
+    tensors = optimizer_tensors(
+        entry, named_optimizer_state(zero), model.surgery.specs, mesh=model.mesh
+    )
+    per_rank = all_gather_objects(_named_groups(model, optimizer), model.mesh.control)
+    stages = [per_rank[model.mesh.layout.stage_rank(0, s)] for s in range(model.mesh.pp_size)]
+    return tensors, optimizer_objects(entry, merged_groups(stages))
+
+
+def load_model_and_optimizers(
+    checkpoint: Checkpoint,
+    models: Mapping[str, ShardedModel],
+    optimizers: Mapping[str, tuple[ShardedModel, Optimizer]],
+    *,
+    strict: bool,
+) -> None:
+    """Fill weights and optimizers from an opened checkpoint. Collective over the world.
+
+    Nothing is changed before everything has been checked on all ranks.
+
+    Args:
+        checkpoint: The opened checkpoint.
+        models: Sharded models by entry.
+        optimizers: Optimizers and their models by entry.
+        strict: Refuse missing and unexpected keys.
+
+    Raises:
+        CheckpointError: If the checkpoint is of another model or damaged.
+    """
+    destinations: list[LocalTensor] = []
+    states: dict[str, OptimizerState] = {}
+    for entry, model in models.items():
+        destinations += model_tensors(entry, model)
+    for entry, (model, optimizer) in optimizers.items():
+        ranges = owned_ranges(_shards(model, optimizer))
+        state = empty_optimizer_state(
+            entry, checkpoint, ranges, model.surgery.specs, device=model.mesh.device
+        )
+        states[entry] = state
+        destinations += optimizer_tensors(entry, state, model.surgery.specs, mesh=model.mesh)
+    meshes = [model.mesh for model in models.values()] or [m.mesh for m, _ in optimizers.values()]
+    identity: dict[str, str] = {}
+    for model in models.values():
+        identity |= identity_of(model)
+    groups = {
+        entry: _checked_groups(checkpoint, entry, optimizer)
+        for entry, (_, optimizer) in optimizers.items()
+    }
+    load_tensors(checkpoint, destinations, mesh=meshes[0], identity=identity, strict=strict)
+    for model in models.values():
+        _take_over_weights(model)
+    for entry, (model, optimizer) in optimizers.items():
+        zero = _shards(model, optimizer)
+        load_named_optimizer_state(zero, _as_ranges(states[entry]))
+        for group, saved in zip(optimizer.param_groups, groups[entry], strict=True):
+            group.update({k: v for k, v in saved.items() if k != "params"})
+
+
+def load_whole_state_dict(
+    model: ShardedModel, state_dict: Mapping[str, Tensor], *, strict: bool
+) -> None:
+    """Fill this rank's shards from the state dict of a whole, unsharded model.
+
+    Args:
+        model: The sharded model.
+        state_dict: Whole tensors by name, as a plain module would save them.
+        strict: Refuse names that are missing.
+
+    Raises:
+        CheckpointError: If a name is missing or a shape differs; nothing is changed then.
+    """
+    tensors = model_tensors("model", model)
+    missing, wrong = [], []
+    for tensor in tensors:
+        name = str(tensor.path[1])
+        whole = state_dict.get(name)
+        if whole is None:
+            missing.append(name)
+        elif tuple(whole.shape) != tensor.global_shape:
+            wrong.append(f"{name} has shape={tuple(whole.shape)}, not {tensor.global_shape}")
+    if wrong or (strict and missing):
+        listed = "; ".join([*wrong[:5], *(f"{name} is missing" for name in missing[:5])])
+        raise CheckpointError(f"The state dict is of another model: {listed}.")
+    with torch.no_grad():
+        for tensor in tensors:
+            whole = state_dict.get(str(tensor.path[1]))
+            for box, piece in tensor.pieces if whole is not None else ():
+                part = whole
+                for dim, (start, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
+                    part = part.narrow(dim, start, length)
+                piece.copy_(part)
+    _take_over_weights(model)
+
+
+def _take_over_weights(model: ShardedModel) -> None:
+    """Rebuild fp32 main weights from the weights just loaded."""
+    for zero in model.shards:
+        for shard in zero.shards:
+            if shard.separate:
+                shard.rebuild_main()
+
+
+def _shards(model: ShardedModel, optimizer: Optimizer) -> ZeroShards:
+    found = model.shards_of(optimizer)
+    if not found:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} is not set up with the model; call "
+            "fabric.setup(model, optimizer) before saving or loading."
+        )
+    return found[0]
+
+
+def _named_groups(model: ShardedModel, optimizer: Optimizer) -> list[dict[str, Any]]:
+    names = {id(p): name for name, p in model.module.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        local = [names[id(p)] for p in group["params"]]
+        whole = [model.surgery.tied.get(name, name) for name in local]
+        groups.append({**group, "params": whole})
+    return groups
+
+
+def _checked_groups(
+    checkpoint: Checkpoint, entry: str, optimizer: Optimizer
+) -> Sequence[Mapping[str, Any]]:
+    saved: Sequence[Mapping[str, Any]] = checkpoint.read_objects(entry).get("param_groups", [])
+    if len(saved) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"{entry!r} has {len(saved)} parameter groups in the checkpoint, but "
+            f"{len(optimizer.param_groups)} here."
+        )
+    return saved
+
+
+def _as_ranges(state: OptimizerState) -> dict[str, dict[str, Any]]:
+    return {
+        name: {k: Range(*v) if isinstance(v, tuple) else v for k, v in values.items()}
+        for name, values in state.items()
+    }

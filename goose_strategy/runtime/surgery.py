@@ -1,0 +1,205 @@
+"""What is done to a module once: choose its models, cut them, describe what is left.
+
+The order is fixed by what each cut needs to see: plans and the probe read the whole model; the
+pipeline frees what other stages own; tensor parallelism then cuts what remains. Every refusal
+depends on the model and the settings alone, so all ranks refuse alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from goose_strategy.compat.transformers import (
+    install_loss,
+    is_causal_lm,
+    output_embedding,
+    pretrained_models,
+    tied_parameters,
+)
+from goose_strategy.errors import PlanError
+from goose_strategy.mesh.mesh import ParallelMesh
+from goose_strategy.mesh.shard import ShardSpec
+from goose_strategy.models.registry import plan_for
+from goose_strategy.pipeline_parallel.partition import partition_layers
+from goose_strategy.pipeline_parallel.probe import probe_model
+from goose_strategy.pipeline_parallel.stage import PipelineStage, cut_model
+from goose_strategy.runtime.settings import RuntimeConfig
+from goose_strategy.tensor_parallel.head import HeadSwitch, causal_lm_loss
+from goose_strategy.tensor_parallel.parallelize import head_switch, parallelize, undo
+
+Count = Callable[[], Tensor | None]
+PLACEHOLDER = "goose_placeholder"
+
+
+@dataclass
+class Surgery:
+    """What was done to a module, and how to undo the reversible part of it.
+
+    Attributes:
+        models: Names and causal LMs whose forward is ours.
+        specs: Layout of every parameter, by its name in the user's module.
+        stage: This rank's stage, or ``None`` at ``pp=1``.
+        tied: Names of tied copies on this stage -> name of the weight on the first stage.
+        aliases: Name of a tied weight -> the further names that a plain state dict has for it.
+        trains: Whether any parameter of the whole module is trainable.
+        emptied: Modules whose own parameters live on other stages.
+    """
+
+    models: list[tuple[str, nn.Module]]
+    specs: dict[str, ShardSpec] = field(default_factory=dict)
+    stage: PipelineStage | None = None
+    tied: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, list[str]] = field(default_factory=dict)
+    trains: bool = False
+    emptied: list[nn.Module] = field(default_factory=list)
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """Type of the loss: fp64 for fp64 models, else fp32."""
+        wide = any(spec.dtype == torch.float64 for spec in self.specs.values())
+        return torch.float64 if wide else torch.float32
+
+    @property
+    def head(self) -> HeadSwitch | None:
+        """What chooses between local and whole logits on this rank, if tp cut a head here."""
+        switches = (head_switch(model) for _, model in self.models)
+        return next((switch for switch in switches if switch is not None), None)
+
+    @contextmanager
+    def placeholders(self) -> Generator[None, None, None]:
+        """Give emptied modules a 0-element parameter inside the block.
+
+        An optimizer over the head alone, built after surgery, would get an empty list on the
+        other stages and raise there, while the stages that hold the head go on and hang.
+        """
+        for module in self.emptied:
+            module.register_parameter(PLACEHOLDER, nn.Parameter(torch.empty(0)))
+        try:
+            yield
+        finally:
+            for module in self.emptied:
+                del module._parameters[PLACEHOLDER]
+
+    def close(self) -> None:
+        """Put the models' own losses back and gather what tensor parallelism cut. Collective."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def operate(
+    module: nn.Module, mesh: ParallelMesh, config: RuntimeConfig, *, count: Count
+) -> Surgery:
+    """Cut a module in place. Collective only where tensors are shared out; all ranks agree.
+
+    Args:
+        module: The user's module, equal on all ranks.
+        mesh: The mesh.
+        config: Settings of the runtime.
+        count: Gives the token count of the running call to the loss function.
+
+    Returns:
+        What was done.
+
+    Raises:
+        PlanError: If the module cannot be cut as asked.
+    """
+    models = _choose(module, mesh)
+    surgery = Surgery(models, trains=any(p.requires_grad for p in module.parameters()))
+    for second, first in tied_parameters(module).items():
+        surgery.aliases.setdefault(first, []).append(second)
+    plans = [plan_for(lm, config.tensor) if mesh.tp is not None else None for _, lm in models]
+    if mesh.pp_size > 1:
+        _cut_depth(surgery, module, mesh, config)
+    inside: dict[str, ShardSpec] = {}
+    for (prefix, lm), plan in zip(models, plans, strict=True):
+        if plan is not None:
+            cut = parallelize(lm, plan, mesh)
+            surgery._undo.append(lambda lm=lm: undo(lm))
+            inside |= {_join(prefix, name): spec for name, spec in cut.items()}
+        gather = config.tensor.gather_logits or config.pipeline.return_logits
+        head = output_embedding(lm)
+        loss = causal_lm_loss(head[1] if head else None, gather_logits=gather, count=count)
+        surgery._undo.append(install_loss(lm, loss))
+    surgery.specs = _all_specs(module, inside, surgery, mesh)
+    return surgery
+
+
+def _choose(module: nn.Module, mesh: ParallelMesh) -> list[tuple[str, nn.Module]]:
+    """Return the causal LMs that are cut: the trainable ones, or all where none is trainable.
+
+    Raises:
+        PlanError: If tp or pp is asked for and there is no such model, or pp and there are two.
+    """
+    found = [(name, lm) for name, lm in pretrained_models(module) if is_causal_lm(lm)]
+    trainable = [(n, lm) for n, lm in found if any(p.requires_grad for p in lm.parameters())]
+    chosen = trainable or found
+    if mesh.tp is None and mesh.pp_size == 1:
+        return chosen
+    if not chosen:
+        held = sorted({type(lm).__name__ for _, lm in pretrained_models(module)})
+        raise PlanError(
+            f"tp={mesh.tp_size}, pp={mesh.pp_size} need a transformers causal LM inside "
+            f"{type(module).__name__}, but it holds {held or 'no transformers model'}; use "
+            "tp=1, pp=1, which trains any module in ddp's place."
+        )
+    if mesh.pp_size > 1 and len(chosen) > 1:
+        names = ", ".join(f"{name or 'the module'} ({type(lm).__name__})" for name, lm in chosen)
+        raise PlanError(
+            f"pp={mesh.pp_size} cuts one model, but {len(chosen)} are trainable: {names}; freeze "
+            "all but one, or use pp=1."
+        )
+    return chosen
+
+
+def _cut_depth(
+    surgery: Surgery, module: nn.Module, mesh: ParallelMesh, config: RuntimeConfig
+) -> None:
+    prefix, lm = surgery.models[0]
+    inside = {id(p) for p in lm.parameters()}
+    outside = [
+        n for n, p in module.named_parameters() if p.requires_grad and id(p) not in inside
+    ]
+    if outside:
+        raise PlanError(
+            f"pp={mesh.pp_size}: {len(outside)} trainable parameters (first: {outside[0]}) lie "
+            f"outside of {type(lm).__name__}, which alone is cut into stages; freeze them or use "
+            "pp=1."
+        )
+    owners = [m for m in lm.modules() if any(True for _ in m.parameters(recurse=False))]
+    info = probe_model(lm)
+    bounds = partition_layers(config.pipeline.partition, info.num_layers, mesh.pp_size)
+    surgery.stage = cut_model(lm, info, bounds, mesh.pp_rank)
+    surgery.emptied = [m for m in owners if not any(True for _ in m.parameters(recurse=False))]
+    surgery.tied = {
+        _join(prefix, local): _join(prefix, canonical)
+        for local, canonical in surgery.stage.tied.items()
+    }
+
+
+def _all_specs(
+    module: nn.Module, inside: dict[str, ShardSpec], surgery: Surgery, mesh: ParallelMesh
+) -> dict[str, ShardSpec]:
+    """Return the spec of every parameter of the module, with its name there and its tie."""
+    specs: dict[str, ShardSpec] = {}
+    for name, param in module.named_parameters():
+        spec = inside.get(name) or ShardSpec.replicated(name, param)
+        canonical = surgery.tied.get(name)
+        changes: dict[str, object] = {"name": name}
+        if canonical is not None:
+            changes |= {"tie": canonical, "tie_owner": mesh.is_first_stage}
+        specs[name] = _replaced(spec, changes)
+    return specs
+
+
+def _replaced(spec: ShardSpec, changes: dict[str, object]) -> ShardSpec:
+    return ShardSpec(**{**vars(spec), **changes})  # type: ignore[arg-type]
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,131 @@
+"""Every private or semi-private API of Lightning that goose-strategy uses, in one place.
+
+Lightning has no public way for a third-party strategy to start processes, set ranks or control
+gradient sync; its own strategies use these helpers. When one moves, the test of this file names
+it. Tested with lightning 2.6.4 to 2.6.6.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher as FabricScriptLauncher,
+)
+from lightning.fabric.strategies.strategy import (
+    _BackwardSyncControl as BackwardSyncControl,
+)
+from lightning.fabric.strategies.strategy import (
+    _validate_keys_for_strict_loading as validate_keys_for_strict_loading,
+)
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available as all_gather_if_available,
+)
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized as distributed_is_initialized,
+)
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device as default_backend,
+)
+from lightning.fabric.utilities.distributed import (
+    _init_dist_connection,
+)
+from lightning.fabric.utilities.distributed import (
+    _sync_ddp_if_available as sync_if_available,
+)
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.pytorch.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher as TrainerScriptLauncher,
+)
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+
+__all__ = [
+    "class_names",
+    "BackwardSyncControl",
+    "FabricScriptLauncher",
+    "TrainerScriptLauncher",
+    "all_gather_if_available",
+    "connect_world",
+    "default_pg_timeout",
+    "distributed_is_initialized",
+    "plugin_precision",
+    "seed_workers",
+    "set_device_mesh",
+    "set_world_ranks",
+    "sync_if_available",
+    "unwrap_optimizer",
+    "validate_keys_for_strict_loading",
+]
+
+
+def set_world_ranks(
+    environment: ClusterEnvironment | None, *, rank: int, world_size: int
+) -> None:
+    """Tell the cluster environment and Lightning's rank-zero helpers who this process is."""
+    if environment is None:
+        return
+    environment.set_global_rank(rank)
+    environment.set_world_size(world_size)
+    rank_zero_only.rank = utilities_rank_zero_only.rank = environment.global_rank()
+
+
+def connect_world(
+    environment: ClusterEnvironment,
+    device: torch.device,
+    *,
+    backend: str | None,
+    timeout: timedelta | None,
+) -> None:
+    """Start the default process group the way Lightning's own strategies do."""
+    reset_seed()
+    _init_dist_connection(
+        environment,
+        backend or default_backend(device),
+        timeout=timeout or default_pg_timeout,
+        device_id=None if device.type == "cpu" else device,
+    )
+
+
+def set_device_mesh(module: Any, mesh: Any) -> None:
+    """Make ``LightningModule.device_mesh`` return ``mesh``."""
+    if module is not None:
+        module._device_mesh = mesh
+
+
+def plugin_precision(plugin: Any) -> str:
+    """Return the precision string of a precision plugin of either door."""
+    return str(getattr(plugin, "precision", type(plugin).__name__))
+
+
+def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the torch optimizer behind Fabric's or the Trainer's wrapper."""
+    inner = getattr(optimizer, "_optimizer", optimizer)
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise TypeError(f"{type(optimizer).__name__} is no torch optimizer.")
+    return inner
+
+
+def seed_workers(dataloader: Any, dp_rank: int) -> None:
+    """Seed the loader's workers by the data parallel rank instead of the global rank.
+
+    Lightning seeds workers by the global rank, so that random augmentation or masking would
+    differ between the ranks of one model replica. A user's own init function stays.
+    """
+    if not int(os.environ.get("PL_SEED_WORKERS", "0")):
+        return
+    current: Callable[..., Any] | None = getattr(dataloader, "worker_init_fn", None)
+    if current is None or getattr(current, "func", None) is pl_worker_init_function:
+        dataloader.worker_init_fn = partial(pl_worker_init_function, rank=dp_rank)
+
+
+def class_names(callbacks: Iterable[Any]) -> set[str]:
+    """Return the class names of callbacks and of their bases, to recognise them by name."""
+    return {base.__name__ for callback in callbacks for base in type(callback).__mro__}

@@ -1,0 +1,203 @@
+"""What both doors share: settings, start-up, metric reduction, precision, refusals.
+
+Lightning's two ``ParallelStrategy`` bases have clashing signatures, so no class can serve both.
+Each door owns one :class:`Door` and translates its own hooks to it; nothing is written twice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from goose_strategy.compat.transformers import non_persistent_float_buffers
+from goose_strategy.errors import ConfigError
+from goose_strategy.pipeline_parallel.config import PipelineConfig
+from goose_strategy.runtime.core import ParallelRuntime
+from goose_strategy.runtime.settings import RuntimeConfig
+from goose_strategy.strategies import compat
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+"""Precisions that train today, by Lightning's names."""
+
+
+@dataclass
+class Door:
+    """The runtime behind a strategy, and the translations that both strategies need.
+
+    Args:
+        config: Settings of the runtime.
+        backend: Name of the process group backend, or ``None`` for the device's default.
+        timeout: Time after which a collective of a process group fails.
+    """
+
+    config: RuntimeConfig
+    backend: str | None = None
+    timeout: timedelta | None = None
+    runtime: ParallelRuntime = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.runtime = ParallelRuntime(self.config)
+
+    def start(self, environment: Any, device: torch.device, world_size: int) -> None:
+        """Check the sizes, start the process group, build the mesh.
+
+        Raises:
+            ConfigError: If tp x pp does not divide the world; before any group exists.
+        """
+        self.runtime.check_world(world_size)
+        if self.runtime.started:
+            return
+        timeout = self.timeout or compat.default_pg_timeout
+        compat.connect_world(environment, device, backend=self.backend, timeout=timeout)
+        self.runtime.start(device, timeout=timeout)
+
+    def check_sizes(self, world_size: int) -> None:
+        """Refuse sizes that do not multiply to the world, before any process is started."""
+        self.runtime.check_world(world_size)
+
+    @property
+    def sampler_kwargs(self) -> dict[str, int]:
+        """``num_replicas`` and ``rank`` of the data parallel axis."""
+        mesh = self.runtime.mesh
+        return {"num_replicas": mesh.dp_size, "rank": mesh.dp_rank}
+
+    def reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
+        """Reduce a metric over data parallel replicas.
+
+        The ranks of one replica hold the same value, so the world would count it tp x pp times;
+        ``group=None`` and the world both mean the dp axis here.
+        """
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        if group is None or group is dist.group.WORLD:
+            group = self.runtime.mesh.dp
+            if group is None:
+                return tensor
+        return compat.sync_if_available(tensor, group, reduce_op=reduce_op)
+
+    def vote(self, decision: bool, *, everyone: bool) -> bool:
+        """Return whether all (or any) ranks of the world decided yes."""
+        return self.runtime.vote(decision, everyone=everyone)
+
+    def barrier(self, device: torch.device) -> None:
+        """Wait for all ranks."""
+        if not dist.is_initialized():
+            return
+        if device.type == "cuda":
+            dist.barrier(device_ids=[device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int) -> Any:
+        """Return the object of rank ``src``."""
+        if not dist.is_initialized():
+            return obj
+        holder = [obj]
+        dist.broadcast_object_list(holder, src)
+        return holder[0]
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Seed workers by data parallel rank; mark batches that no sampler controls."""
+        if not self.runtime.started:
+            return dataloader
+        compat.seed_workers(dataloader, self.runtime.mesh.dp_rank)
+        if isinstance(getattr(dataloader, "dataset", None), IterableDataset):
+            self.runtime.broadcast_batches()
+        return dataloader
+
+
+def build_config(tp: int, pp: int, **rooms: Any) -> RuntimeConfig:
+    """Build the runtime's settings from a strategy's arguments.
+
+    Raises:
+        ConfigError: If ``privacy`` is given; private training is not part of this version.
+    """
+    if rooms.pop("privacy", None) is not None:
+        raise ConfigError(
+            "privacy=... is not supported by this version; leave privacy=None and train without "
+            "differential privacy."
+        )
+    return RuntimeConfig(tp=tp, pp=pp, **rooms)
+
+
+def config_from_environment() -> dict[str, Any]:
+    """Read sizes for the bare name ``strategy="goose3d"`` from ``GOOSE3D_*`` variables.
+
+    ``GOOSE3D_TP``, ``GOOSE3D_PP``, ``GOOSE3D_SCHEDULE`` and ``GOOSE3D_NUM_MICROBATCHES``; with
+    none set, the name means tp=pp=1: a drop-in for ``ddp``.
+
+    Raises:
+        ConfigError: If a number is no number.
+    """
+    sizes: dict[str, Any] = {}
+    for name in ("tp", "pp"):
+        if (value := _whole_from_environment(f"GOOSE3D_{name.upper()}")) is not None:
+            sizes[name] = value
+    pipeline = PipelineConfig()
+    if (schedule := os.environ.get("GOOSE3D_SCHEDULE")) is not None:
+        pipeline = replace(pipeline, schedule=schedule)
+    if (count := _whole_from_environment("GOOSE3D_NUM_MICROBATCHES")) is not None:
+        pipeline = replace(pipeline, num_microbatches=count)
+    return {**sizes, "pipeline": pipeline}
+
+
+def _whole_from_environment(name: str) -> int | None:
+    value = os.environ.get(name)
+    if value is None:
+        return None
+    try:
+        return int(value)
+    except ValueError as err:
+        raise ConfigError(f"{name}={value!r} must be a whole number.") from err
+
+
+def check_precision(plugin: Any) -> None:
+    """Refuse precisions that do not train yet, by name.
+
+    Raises:
+        ConfigError: If the plugin's precision is not one of :data:`PRECISIONS`.
+    """
+    name = compat.plugin_precision(plugin)
+    if name not in PRECISIONS:
+        listed = ", ".join(repr(choice) for choice in PRECISIONS)
+        raise ConfigError(
+            f"precision={name!r} is not supported by goose3d yet; choose one of {listed}."
+        )
+
+
+def keep_rotary_in_fp32(convert: Callable[[nn.Module], nn.Module]) -> Callable[..., nn.Module]:
+    """Wrap a precision plugin's ``convert_module`` so that derived buffers keep their precision.
+
+    ``bf16-true`` casts the whole module, rotary frequencies included, and positions beyond 256
+    then collide; transformers itself keeps these non-persistent buffers in fp32.
+    """
+
+    def converted(module: nn.Module) -> nn.Module:
+        kept = [
+            (owner, name, buffer.clone())
+            for owner, name, buffer in non_persistent_float_buffers(module)
+        ]
+        module = convert(module)
+        for owner, name, buffer in kept:
+            cast = owner._buffers.get(name)
+            if cast is not None and cast.dtype in (torch.bfloat16, torch.float16):
+                owner._buffers[name] = buffer.to(cast.device)
+        return module
+
+    return converted
+
+
+def wrong_door(package: str, here: str, other: str) -> str:
+    """Return the hint that a strategy's ``repr`` carries for the error of the other door."""
+    return (
+        f"for {package}; in the other API use `from goose_strategy import {other}` instead of "
+        f"{here}"
+    )

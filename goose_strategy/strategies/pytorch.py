@@ -1,0 +1,357 @@
+"""The Trainer door: ``Trainer(strategy=Goose3DStrategy(tp=2, pp=2))``, also from YAML.
+
+A table of translations from the Trainer's hooks to
+:class:`~goose_strategy.runtime.core.ParallelRuntime`. The LightningModule stays unmodified: its
+``training_step`` calls the model and returns the loss, and the schedule runs inside that call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from goose_strategy.optim.config import ZeroConfig
+from goose_strategy.pipeline_parallel.config import PipelineConfig
+from goose_strategy.runtime.core import ParallelRuntime
+from goose_strategy.strategies import compat
+from goose_strategy.strategies.door import (
+    Door,
+    build_config,
+    check_precision,
+    keep_rotary_in_fp32,
+    wrong_door,
+)
+from goose_strategy.strategies.refusals import refuse_callbacks, refuse_twin_package
+from goose_strategy.strategies.trainer_state import load_trainer_state, save_trainer_state
+from goose_strategy.tensor_parallel.config import TensorConfig
+
+
+class Goose3DStrategy(ParallelStrategy):
+    """Megatron-style tensor x pipeline x data parallelism with ZeRO-1, for the Lightning Trainer.
+
+    The data parallel size is what is left: ``devices * num_nodes / (tp * pp)``.
+
+    Args:
+        tp: Tensor parallel size.
+        pp: Pipeline parallel size (number of stages).
+        pipeline: Schedule, microbatches, partition.
+        tensor: How layers are split.
+        zero: Gradient buckets and the sharded optimizer.
+        privacy: Reserved for differentially private training; must be ``None``.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: How processes find each other; chosen by the Trainer if ``None``.
+        checkpoint_io: Unused for sharded checkpoints.
+        precision_plugin: Precision plugin; set by ``Trainer(precision=...)``.
+        process_group_backend: ``"gloo"``, ``"nccl"``, or ``None`` for the device's default.
+        timeout: Time after which a collective fails.
+
+    Raises:
+        ConfigError: If a setting is wrong; before any process group exists.
+    """
+
+    # The Trainer injects distributed samplers and honours sync_dist only where this is set.
+    is_distributed = True
+
+    def __init__(  # noqa: PLR0913  the last seven are Lightning's own keywords, spelled out
+        self,
+        tp: int = 1,
+        pp: int = 1,
+        *,
+        pipeline: PipelineConfig = PipelineConfig(),
+        tensor: TensorConfig = TensorConfig(),
+        zero: ZeroConfig = ZeroConfig(),
+        privacy: None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        config = build_config(tp, pp, pipeline=pipeline, tensor=tensor, zero=zero, privacy=privacy)
+        self._door = Door(config, backend=process_group_backend, timeout=timeout)
+        self._num_nodes = 1
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+
+    def __repr__(self) -> str:
+        """Name the sizes and the door, because Lightning's refusal at the other door prints it."""
+        config = self._door.config
+        hint = wrong_door(
+            "lightning.pytorch.Trainer (not pytorch_lightning)",
+            "Goose3DStrategy",
+            "Goose3DFabricStrategy",
+        )
+        return f"Goose3DStrategy(tp={config.tp}, pp={config.pp}) [{hint}]"
+
+    @property
+    def runtime(self) -> ParallelRuntime:
+        """The runtime behind this strategy: mesh, sharded models, gradients."""
+        return self._door.runtime
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which shard of the data this process should read."""
+        return self.runtime.mesh.dp_rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Into how many shards the data is split."""
+        return self.runtime.mesh.dp_size
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        if self.parallel_devices is None:
+            raise RuntimeError("The devices are not known yet; pass the strategy to Trainer first.")
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, set by the Trainer."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return self._door.sampler_kwargs
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is not None:
+            check_precision(precision_plugin)
+            self._take_over_clipping(precision_plugin)
+        self._precision_plugin = precision_plugin
+
+    def _take_over_clipping(self, plugin: Precision) -> None:
+        """Route the plugin's clipping to the global norm.
+
+        The Trainer asks the precision plugin, never the strategy, to clip; the plugin would clip
+        every stage and shard by its own norm. Methods of the instance are replaced, so that its
+        class stays what Lightning's own checks expect.
+        """
+        if "clip_grad_by_norm" in vars(plugin):
+            return
+
+        def by_norm(optimizer: Optimizer, clip_val: float) -> None:
+            self.runtime.clip_grad_norm(
+                compat.unwrap_optimizer(optimizer),
+                float(clip_val),
+                norm_type=2.0,
+                error_if_nonfinite=False,
+            )
+
+        def by_value(optimizer: Optimizer, clip_val: float) -> None:
+            self.runtime.clip_grad_value(compat.unwrap_optimizer(optimizer), float(clip_val))
+
+        convert = keep_rotary_in_fp32(plugin.convert_module)
+        plugin.convert_module = convert  # type: ignore[method-assign]
+        plugin.clip_grad_by_norm = by_norm  # type: ignore[method-assign]
+        plugin.clip_grad_by_value = by_value  # type: ignore[method-assign]
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        refuse_twin_package(model)
+        super().connect(model)
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._door.check_sizes(self._num_nodes * self.num_processes)
+        environment = self.cluster_environment
+        if environment is not None and not environment.creates_processes_externally:
+            self._launcher = compat.TrainerScriptLauncher(
+                environment, self.num_processes, self._num_nodes
+            )
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment who this process is; called by the Trainer too."""
+        compat.set_world_ranks(
+            self.cluster_environment,
+            rank=self.node_rank * self.num_processes + self.local_rank,
+            world_size=self._num_nodes * self.num_processes,
+        )
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.set_world_ranks()
+        self._door.start(self.cluster_environment, self.root_device, self.world_size)
+        compat.set_device_mesh(self.lightning_module, self.runtime.mesh.device_mesh())
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        module = self._module()
+        refuse_callbacks(trainer)
+        if self.accelerator is not None:
+            self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(module)
+        self.runtime.shard_module(module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._reset_optimizers_and_schedulers()
+            with self.runtime.placeholders(module):
+                self.setup_optimizers(trainer)
+            self.runtime.attach_optimizers(module, self.optimizers)
+        self.setup_precision_plugin()
+
+    @override
+    def model_to_device(self) -> None:
+        """Do nothing: only this rank's shard moves, in :meth:`setup`."""
+
+    @contextmanager
+    @override
+    def tensor_init_context(
+        self, empty_init: bool | None = None
+    ) -> Generator[None, None, None]:
+        # The whole model is built on the host, never on the device, which holds only a shard.
+        with self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.runtime.before_step(self._module())
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        # Replicas may predict on different numbers of batches, so they must not wait for each
+        # other inside the model.
+        with self.runtime.local_loss(self._module()):
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        with self.runtime.backward(closure_loss):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Any,
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        return super().optimizer_step(
+            compat.unwrap_optimizer(optimizer), closure, model, **kwargs
+        )
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with self.runtime.no_sync(self._module(), enabled=True):
+            yield
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self._door.reduce(tensor, group, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self._door.vote(decision, everyone=all)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self._door.barrier(self.root_device)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self._door.broadcast(obj, src)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return self._door.process_dataloader(dataloader)
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        # The state lies in slices on all ranks; save_checkpoint collects it by parameter name.
+        return {}
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        save_trainer_state(
+            self.runtime, self._module(), checkpoint, filepath, storage_options=storage_options
+        )
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        module = self._module()
+        return load_trainer_state(
+            self.runtime, module, self.optimizers, checkpoint_path, weights_only=weights_only
+        )
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Do nothing: :meth:`load_checkpoint` has filled this rank's shards already."""
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Do nothing: :meth:`load_checkpoint` has filled this rank's shards already."""
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self.runtime.fail(exception)
+
+    @override
+    def teardown(self) -> None:
+        # The groups and the shards stay, because validate() or test() may follow on this model.
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+
+    def _module(self) -> LightningModule:
+        if self.lightning_module is None:
+            raise RuntimeError("No LightningModule is connected; call trainer.fit(model) first.")
+        return self.lightning_module

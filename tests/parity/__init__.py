@@ -1,0 +1,1 @@
+"""The grid: every layout against one process."""
