@@ -19,6 +19,7 @@ from goose_strategy.errors import PeerError
 if TYPE_CHECKING:
     from goose_strategy.bench.job import Job
 
+_WORKER = ("-m", "goose_strategy.bench.worker")
 _POLL_S = 0.1
 _GRACE_S = 10.0  # for the others to say what they saw, after the first rank failed
 _TAIL = 1500
@@ -123,7 +124,7 @@ def _start(job: Job, rank: int, port: int, result: Path) -> subprocess.Popen[byt
         # Class paths of a recipe are found through the caller's import path.
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
-    command = [sys.executable, "-m", "goose_strategy.bench.worker", str(result)]
+    command = [sys.executable, *_WORKER, str(result)]
     with result.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT
