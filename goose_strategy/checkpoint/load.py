@@ -73,7 +73,7 @@ def open_checkpoint(
     checkpoint = opened[0]
     ranks = mesh.layout.world_size
     collect(mesh, doing, lambda: checkpoint.verify(part=mesh.rank, parts=ranks, checksum=verify))
-    collect(mesh, doing, checkpoint.read_objects)
+    collect(mesh, doing, checkpoint.load_objects)
     return checkpoint
 
 

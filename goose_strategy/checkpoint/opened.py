@@ -70,9 +70,21 @@ class Checkpoint(ABC):
             CheckpointError: If a file is missing or not as it was written.
         """
 
+    def read_objects(self, entry: str) -> dict[str, Any]:
+        """Return the values beside the tensors of one entry, e.g. an optimizer's groups.
+
+        Args:
+            entry: The user's name, e.g. ``"optimizer"``.
+
+        Returns:
+            Nested dicts and lists; empty if there are none.
+        """
+        found: dict[str, Any] = self.objects.get(entry, {})
+        return found
+
     @abstractmethod
-    def read_objects(self) -> None:
-        """Read the values beside the tensors into `objects`."""
+    def load_objects(self) -> None:
+        """Read the values beside the tensors into `objects`; after `verify`."""
 
     @abstractmethod
     def plan(self, destinations: Sequence[LocalTensor]) -> None:
@@ -120,7 +132,7 @@ class ShardedCheckpoint(Checkpoint):
         for name, expected in sorted(self.record.files.items())[part::parts]:
             check_file(self.path, name, expected, checksum=checksum)
 
-    def read_objects(self) -> None:
+    def load_objects(self) -> None:
         """Read the values beside the tensors, by the restricted unpickler."""
         keys = [key for key in self._paths if key not in self.tensors]
         planner = BoxLoadPlanner(self._metadata, object_keys=keys)
@@ -166,7 +178,7 @@ class SingleFileCheckpoint(Checkpoint):
     def verify(self, *, part: int, parts: int, checksum: bool) -> None:
         """Do nothing: a single file carries no record."""
 
-    def read_objects(self) -> None:
+    def load_objects(self) -> None:
         """Nest everything that is no tensor."""
         self.objects = nested(
             {at: value for at, value in self._flat.items() if not torch.is_tensor(value)}

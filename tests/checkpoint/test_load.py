@@ -54,7 +54,7 @@ def load_all(context: Any, sizes: tuple[int, int, int], paths: list[Path]) -> li
         )
         load_tensors(checkpoint, destinations, mesh=mesh, identity={"class": "Toy"})
         assert checkpoint.meta == {"step": 3}
-        groups = checkpoint.objects["optimizer"]["param_groups"]
+        groups = checkpoint.read_objects("optimizer")["param_groups"]
         assert groups[0]["betas"] == (0.9, 0.95)
         assert groups[0]["params"] == list(SHAPES)
         assert toy.state.keys() == expected.state.keys()
@@ -258,7 +258,7 @@ def load_single(context: Any, path: Path) -> tuple[bool, Any]:
     destinations = optimizer_tensors("optimizer_0", toy.state, toy.specs, mesh=mesh)
     load_tensors(checkpoint, toy.weight_list() + destinations, mesh=mesh)
     mesh.close()
-    return same(toy.tensors(), expected.tensors()), checkpoint.objects["optimizer_0"]
+    return same(toy.tensors(), expected.tensors()), checkpoint.read_objects("optimizer_0")
 
 
 def test_a_single_file_of_the_trainer_loads_into_a_layout(tmp_path: Path) -> None:
