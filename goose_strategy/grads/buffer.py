@@ -251,7 +251,7 @@ class GradBuffer:
         """
         slots = self.attached()
         if not slots:
-            if self.state is GradState.LOCAL:
+            if self.state is GradState.LOCAL and self._tenant is None:
                 self.state = GradState.EMPTY
                 self.closed = True
             return None

@@ -37,7 +37,8 @@ class Range(NamedTuple):
     stop: int
 
 
-Entry = Range | Tensor | float | int | bool | None
+FlatRange = tuple[Tensor, int, int]
+Entry = FlatRange | Tensor | float | int | bool
 NamedState = dict[str, dict[str, Entry]]
 
 
@@ -80,7 +81,8 @@ def named_optimizer_state(zero: ZeroShards) -> NamedState:
             entries = named.setdefault(piece.slot.name, {})
             for key, value in state.items():
                 flat = isinstance(value, Tensor) and value.dim() > 0
-                entries[key] = Range(value, start, stop) if flat else value
+                if value is not None:
+                    entries[key] = Range(value, start, stop) if flat else value
     return named
 
 
@@ -107,7 +109,7 @@ def load_named_optimizer_state(zero: ZeroShards, state: Mapping[str, Mapping[str
             if shard.separate:
                 place = shard.main[piece.start : piece.stop]
                 weights = shard.bucket.own_weights[piece.start : piece.stop]
-                place.copy_(main.values if isinstance(main, Range) else weights)
+                place.copy_(main[0] if isinstance(main, tuple) else weights)
             kept = {key: value for key, value in entries.items() if key != MAIN}
             if kept:
                 found[piece.slot.name] = {
@@ -123,19 +125,19 @@ def _check_ranges(
     if mine is None:
         raise CheckpointError(f"optimizer state of {name!r}: this rank steps no part of it.")
     for key, value in entries.items():
-        if isinstance(value, Range) and (
-            (value.start, value.stop) != mine or value.values.numel() != mine[1] - mine[0]
-        ):
+        if not isinstance(value, tuple):
+            continue
+        values, start, stop = value
+        if (start, stop) != mine or values.numel() != stop - start:
             raise CheckpointError(
-                f"optimizer state {key!r} of {name!r} covers elements [{value.start}, "
-                f"{value.stop}) with {value.values.numel()} values, but this rank steps "
-                f"[{mine[0]}, {mine[1]})."
+                f"optimizer state {key!r} of {name!r} covers elements [{start}, {stop}) with "
+                f"{values.numel()} values, but this rank steps [{mine[0]}, {mine[1]})."
             )
 
 
 def _loaded(zero: ZeroShards, shard: Shard, key: str, value: Entry) -> object:
-    if isinstance(value, Range):
-        return value.values.to(shard.main.device, shard.main.dtype)
+    if isinstance(value, tuple):
+        return value[0].to(shard.main.device, shard.main.dtype)
     if isinstance(value, Tensor) and key in SCALARS:
         group = zero.optimizer.param_groups[shard.bucket.key.group or 0]
         # torch wants the step where its kernel reads it, and on the host otherwise.
