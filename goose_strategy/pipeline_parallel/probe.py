@@ -106,7 +106,13 @@ def _default_example(model: nn.Module) -> dict[str, Tensor]:
     # The lowest ids are padding and other special tokens where the vocabulary is large enough.
     low = 4 if vocab > 8 else 0
     ids = torch.arange(_ROWS * _COLUMNS, device=device).reshape(_ROWS, _COLUMNS)
-    return {"input_ids": low + ids % (vocab - low)}
+    example = {"input_ids": low + ids % (vocab - low)}
+    if device.type == "meta":
+        # Given a finished mask, transformers does not look at values, which do not exist there.
+        dtype = next(model.parameters()).dtype
+        shape = (_ROWS, 1, _COLUMNS, _COLUMNS)
+        example["attention_mask"] = torch.zeros(shape, dtype=dtype, device=device)
+    return example
 
 
 @contextmanager

@@ -223,6 +223,9 @@ def trace_origins(model: nn.Module, record: Record) -> None:
     Args:
         model: The model, with gradients required for all parameters.
         record: A record of its forward; ``reach`` is filled.
+
+    Raises:
+        PlanError: If the model returns nothing that can be followed.
     """
     # Edges are kept for as long as they are compared: a node is told apart by its identity.
     edges = {
@@ -241,9 +244,22 @@ def trace_origins(model: nn.Module, record: Record) -> None:
             record.reach[token] = Reach(parameters=frozenset([leaves[edge.node]]))
         else:
             record.reach[token] = _reach(list(edge.node.next_functions), known, leaves)
-    results = [t for t in tensors_in(record.result).values() if t.requires_grad]
+    results = [t for t in _tensors_of_output(record.result) if t.requires_grad]
+    if not results:
+        raise PlanError(
+            f"{type(model).__name__} returns no differentiable tensor in its "
+            f"{type(record.result).__name__}, so what its head uses cannot be followed; return "
+            "logits in a tuple, a dict or an object.",
+            axis="pp",
+        )
     ends = map(get_gradient_edge, results)
     record.result_reach = _reach([(end.node, end.output_nr) for end in ends], known, leaves)
+
+
+def _tensors_of_output(output: Any) -> list[Tensor]:
+    """Return the tensors in a model's output, which may be any object with attributes."""
+    plain = isinstance(output, (Tensor, Mapping, tuple, list))
+    return list(tensors_in(output if plain else getattr(output, "__dict__", {})).values())
 
 
 def _reach(

@@ -1,0 +1,40 @@
+"""Settings are refused before any group exists, in words that say what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from goose_strategy.errors import ConfigError
+from goose_strategy.pipeline_parallel.config import PipelineConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"schedule": "ZBV"}, "schedule='ZBV' is not known; choose one of 'GPipe', '1F1B'"),
+        ({"num_microbatches": 0}, "num_microbatches=0 must be at least 1"),
+        ({"num_microbatches": 2.0}, "num_microbatches=2.0 must be a whole number"),
+        ({"partition": "even"}, "partition='even' is not known"),
+        ({"partition": []}, r"partition=\[\] is empty"),
+        ({"partition": [2, 0, 2]}, r"partition=\[2, 0, 2\] leaves stage 1 without a layer"),
+        ({"partition": [2, True]}, r"partition\[1\]=True must be a whole number"),
+        ({"loss_fn": 3}, "loss_fn=3 cannot be called"),
+        ({"step_timeout_s": 0.0}, "step_timeout_s=0.0 must be greater than 0"),
+        ({"first_step_timeout_s": -1.0}, "first_step_timeout_s=-1.0 must be greater than 0"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PipelineConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_the_default_is_two_microbatches_per_stage() -> None:
+    assert PipelineConfig().microbatches(4) == 8
+    assert PipelineConfig(num_microbatches=3).microbatches(4) == 3
+
+
+def test_a_config_does_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PipelineConfig().schedule = "GPipe"  # type: ignore[misc]

@@ -1,0 +1,55 @@
+"""Every layer is on one stage, and what does not fit is refused by its numbers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from goose_strategy.errors import ConfigError, PlanError
+from goose_strategy.pipeline_parallel.partition import partition_layers
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "bounds"),
+    [
+        (4, 2, (0, 2, 4)),
+        (4, 4, (0, 1, 2, 3, 4)),
+        (4, 3, (0, 1, 3, 4)),
+        (5, 2, (0, 3, 5)),
+        (10, 4, (0, 2, 5, 8, 10)),
+        (7, 1, (0, 7)),
+    ],
+)
+def test_uniform(layers: int, stages: int, bounds: tuple[int, ...]) -> None:
+    assert partition_layers("uniform", layers, stages) == bounds
+
+
+def test_uniform_is_as_even_as_possible() -> None:
+    for layers in range(1, 40):
+        for stages in range(1, layers + 1):
+            bounds = partition_layers("uniform", layers, stages)
+            counts = [b - a for a, b in itertools.pairwise(bounds)]
+            assert sum(counts) == layers
+            assert max(counts) - min(counts) <= 1
+            assert counts[-1] == min(counts)
+
+
+def test_listed() -> None:
+    assert partition_layers([1, 3, 2], 6, 3) == (0, 1, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("partition", "stages", "error", "message"),
+    [
+        ("uniform", 5, PlanError, "pp=5 is more than the model's 4 layers.*choose pp <= 4"),
+        ([2, 2], 3, ConfigError, r"partition=\[2, 2\] lists 2 stages but pp=3"),
+        ([2, 1], 2, PlanError, r"partition=\[2, 1\] sums to 3, but the model has 4 layers"),
+        ([5, -1], 2, PlanError, r"partition=\[5, -1\] sums to 4"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    partition: str | list[int], stages: int, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        partition_layers(partition, 4, stages)

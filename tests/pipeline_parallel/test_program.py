@@ -1,0 +1,150 @@
+"""Programs do not deadlock, and the check finds the ones that would."""
+
+from __future__ import annotations
+
+import pytest
+
+from goose_strategy.errors import ConfigError, ScheduleError
+from goose_strategy.pipeline_parallel.program import (
+    add_messages,
+    check_messages,
+    program,
+    stage_program,
+)
+from goose_strategy.pipeline_parallel.schedule import SCHEDULES, Action, Kind, Table, gpipe
+
+
+def row(text: str) -> tuple[Action, ...]:
+    return tuple(Action.parse(part) for part in text.split())
+
+
+def show(actions: tuple[Action, ...]) -> str:
+    return " ".join(map(str, actions))
+
+
+def test_messages_of_1f1b() -> None:
+    first, middle, last = program("1F1B", 3, 3)
+    assert show(first) == (
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0F2 0SEND_F2 0RECV_B1 0B0 0RECV_B2 0B1 0B2"
+    )
+    assert show(middle) == (
+        "1RECV_F0 1RECV_F1 1F0 1SEND_F0 1RECV_B0 1F1 1SEND_F1 1RECV_F2 1B0 1SEND_B0 "
+        "1RECV_B1 1F2 1SEND_F2 1RECV_B2 1B1 1SEND_B1 1B2 1SEND_B2"
+    )
+    assert show(last) == (
+        "2RECV_F0 2F0 2RECV_F1 2B0 2SEND_B0 2F1 2RECV_F2 2B1 2SEND_B1 2F2 2B2 2SEND_B2"
+    )
+
+
+def test_forward_only_has_no_gradients() -> None:
+    assert show(program("GPipe", 2, 2, train=False)[1]) == "1RECV_F0 1RECV_F1 1F0 1F1"
+
+
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_no_program_deadlocks(schedule: str) -> None:
+    for stages in range(1, 9):
+        for microbatches in range(1, 17):
+            for train in (True, False):
+                program.__wrapped__(schedule, stages, microbatches, train=train)
+
+
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_at_most_one_receive_is_ahead_of_the_computation(schedule: str) -> None:
+    for actions in program(schedule, 4, 8):
+        for post, use in (
+            (Kind.RECEIVE_FORWARD, Kind.FORWARD),
+            (Kind.RECEIVE_BACKWARD, Kind.BACKWARD),
+        ):
+            posted = [a.microbatch for a in actions if a.kind is post]
+            if not posted:
+                continue
+            waiting = most = 0
+            for action in actions:
+                waiting += {post: 1, use: -1}.get(action.kind, 0)
+                most = max(most, waiting)
+            assert most <= 2
+
+
+def test_receives_far_ahead_would_deadlock() -> None:
+    """The reason why receives are posted one action ahead and not two."""
+
+    def early(table: Table) -> Table:
+        rows = []
+        for actions in add_messages(table):
+            posts = [a for a in actions if a.kind is Kind.RECEIVE_FORWARD]
+            rest = [a for a in actions if a.kind is not Kind.RECEIVE_FORWARD]
+            rows.append((*posts, *rest))
+        return tuple(rows)
+
+    with pytest.raises(ScheduleError, match="The schedule deadlocks"):
+        check_messages(early(SCHEDULES["1F1B"](4, 8)))
+
+
+def test_a_lost_message_is_found() -> None:
+    first, second = add_messages(gpipe(2, 1))
+    lost = tuple(action for action in first if action.kind is not Kind.SEND_FORWARD)
+    with pytest.raises(ScheduleError, match=r"stages wait at \['0B0', '1F0'\]"):
+        check_messages((lost, second))
+
+
+def test_messages_of_different_microbatches_may_not_meet() -> None:
+    table = (row("0F0 0SEND_F0 0F1 0SEND_F1"), row("1RECV_F1 1F1 1RECV_F0 1F0"))
+    with pytest.raises(ScheduleError, match=r"0SEND_F0 meets 1RECV_F1: not the same microbatch"):
+        check_messages(table)
+
+
+def test_an_unreceived_message_is_found() -> None:
+    with pytest.raises(ScheduleError, match=r"messages \['0SEND_F0'\] not matched"):
+        check_messages((row("0F0 0SEND_F0"), row("1F0")))
+
+
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (3, 3), (4, 8)])
+def test_a_send_is_only_called_taken_when_it_was(
+    schedule: str, stages: int, microbatches: int
+) -> None:
+    """Each claim is checked against the row of the neighbour that took the message."""
+    table = program(schedule, stages, microbatches)
+    for stage in range(stages):
+        mine = stage_program(schedule, stages, microbatches, train=True, stage=stage)
+        claimed = [send for sends in mine.taken.values() for send in sends]
+        assert len(set(claimed)) == len(claimed)
+        for trigger, sends in mine.taken.items():
+            for send in sends:
+                assert mine.actions.index(send) < mine.actions.index(trigger)
+                forward = trigger.kind is Kind.FORWARD
+                peer = table[stage - 1 if forward else stage + 1]
+                used = Action(
+                    stage - 1 if forward else stage + 1,
+                    Kind.BACKWARD if forward else Kind.FORWARD,
+                    send.microbatch,
+                )
+                answer = Action(
+                    used.stage,
+                    Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD,
+                    trigger.microbatch,
+                )
+                assert peer.index(used) < peer.index(answer)
+
+
+def test_1f1b_holds_few_sent_tensors() -> None:
+    for stage in range(4):
+        mine = stage_program("1F1B", 4, 32, train=True, stage=stage)
+        held = most = 0
+        for action in mine.actions:
+            held += action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+            held -= len(mine.taken.get(action, ()))
+            most = max(most, held)
+        assert most <= 8
+
+
+def test_the_last_backward_is_known() -> None:
+    assert stage_program("1F1B", 2, 3, train=True, stage=0).last_backward == Action.parse("0B2")
+    assert stage_program("1F1B", 2, 3, train=False, stage=0).last_backward is None
+
+
+def test_unknown_names_and_numbers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="schedule='DualPipe' is not known"):
+        program("DualPipe", 2, 2)
+    with pytest.raises(ConfigError, match="microbatches=0 must be greater than 0"):
+        program("1F1B", 2, 0)

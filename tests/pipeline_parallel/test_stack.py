@@ -1,0 +1,111 @@
+"""What is sent, injected and refused, on facts written down by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from goose_strategy.errors import PlanError
+from goose_strategy.pipeline_parallel.stack import LayerCall, Reach, StackInfo, TensorFact
+from goose_strategy.pipeline_parallel.template import Place
+
+
+def fact(
+    known_at: int,
+    reach: Reach | None = None,
+    *,
+    carried: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> TensorFact:
+    return TensorFact(
+        dtype=dtype,
+        shape=(2, 8),
+        differentiable=carried and dtype.is_floating_point,
+        carried=carried,
+        known_at=known_at,
+        reach=reach or Reach(),
+    )
+
+
+def reach(*tensors: int, parameters: tuple[str, ...] = ()) -> Reach:
+    return Reach(frozenset(tensors), frozenset(parameters))
+
+
+# Hidden states 0 -> 2 -> 3 through three layers; 1 is a mask, 4 an index that layer 0 returns.
+TENSORS = (
+    fact(0, reach(parameters=("embed.weight",))),
+    fact(0, carried=False),
+    fact(1, reach(0, parameters=("layers.0.w",))),
+    fact(2, reach(2, parameters=("layers.1.w",))),
+    fact(1, dtype=torch.int64),
+)
+
+
+def info(third: dict[tuple[int | str, ...], int], outputs: Reach) -> StackInfo:
+    second = {(0,): 2, ("mask",): 1, ("index",): 4}
+    return StackInfo(
+        stack="layers",
+        layers=(
+            LayerCall("layers.0", {(0,): 0, ("mask",): 1}, (0,), Place.HIDDEN),
+            LayerCall("layers.1", second, (0,), Place.HIDDEN),
+            LayerCall("layers.2", third, (0,), Place.HIDDEN),
+        ),
+        tensors=TENSORS,
+        outputs=outputs,
+        segments={},
+    )
+
+
+HEAD = reach(3, parameters=("layers.2.w", "head.weight"))
+
+
+def test_what_is_sent_and_where_it_goes() -> None:
+    stack = info({(0,): 3, ("mask",): 1, ("index",): 4}, HEAD)
+    assert [(tensor.path, tensor.differentiable) for tensor in stack.cut(1)] == [
+        ((0,), True),
+        (("index",), False),
+    ]
+    assert stack.injections(1, 1) == {(0,): 0, ("index",): 1}
+    assert stack.injections(1, 2) == {("index",): 1}
+    stack.check_stage(1, 3)
+
+
+def test_a_tensor_in_two_places_is_sent_once() -> None:
+    stack = info({(0,): 3, ("again",): 3}, HEAD)
+    assert [tensor.path for tensor in stack.cut(2)] == [(0,)]
+    assert stack.injections(2, 2) == {(0,): 0, ("again",): 0}
+
+
+def test_parameters_behind_a_stage() -> None:
+    stack = info({(0,): 3}, HEAD)
+    assert stack.reached(0, 1) == {"embed.weight", "layers.0.w"}
+    assert stack.reached(1, 2) == {"layers.1.w"}
+    assert stack.reached(0, 2) == {"embed.weight", "layers.0.w", "layers.1.w"}
+    assert stack.reached(2, 3) == {"layers.2.w", "head.weight"}
+
+
+def test_an_index_that_skips_the_first_layer_is_refused() -> None:
+    stack = info({(0,): 3, ("index",): 4}, HEAD)
+    stack.check_stage(1, 3)
+    skipping = StackInfo(
+        stack="layers",
+        layers=(
+            stack.layers[0],
+            LayerCall("layers.1", {(0,): 2}, (0,), Place.HIDDEN),
+            stack.layers[2],
+        ),
+        tensors=TENSORS,
+        outputs=HEAD,
+        segments={},
+    )
+    with pytest.raises(PlanError, match=r"cut before layers\.1: layers\.2 takes index, computed"):
+        skipping.check_stage(1, 3)
+    skipping.check_stage(0, 3)
+
+
+def test_a_skip_from_an_earlier_layer_is_refused() -> None:
+    stack = info({(0,): 3}, reach(3, 2, parameters=("layers.2.w",)))
+    stack.check_stage(1, 3)
+    message = r"cut before layers\.2: the model's head depends on layers\.1\.w|layers\.0\.w"
+    with pytest.raises(PlanError, match=message):
+        stack.check_stage(2, 3)
