@@ -27,6 +27,7 @@ from goose_strategy.models.mistral import MISTRAL
 from goose_strategy.models.qwen2 import QWEN2
 from goose_strategy.models.qwen3 import QWEN3
 from goose_strategy.tensor_parallel.config import TensorConfig
+from goose_strategy.tensor_parallel.parallelize import modules_to_cut
 from goose_strategy.tensor_parallel.plan import Style, TensorPlan, generic_name, parent_name
 
 FAMILIES: Mapping[str, Family] = {f.name: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3)}
@@ -85,13 +86,15 @@ def plan_for(model: nn.Module, config: TensorConfig | None = None) -> TensorPlan
     sizes = {
         size: config_size(model, size) for size in (family.divisible if family else HEADS_AND_MLP)
     }
-    return TensorPlan(
+    plan = TensorPlan(
         family=name,
         rules=rules,
         islands=islands,
         divisible={size: value for size, value in sizes.items() if value is not None},
         gather_logits=config.gather_logits,
     )
+    modules_to_cut(model, plan)
+    return plan
 
 
 def _advice() -> str:

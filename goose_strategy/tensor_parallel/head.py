@@ -26,7 +26,7 @@ from goose_strategy.tensor_parallel.loss import CausalLMLoss, VocabSlice
 
 
 class HeadSwitch:
-    """Makes one head give local logits in calls whose loss is a `CausalLMLoss`.
+    """Makes one head give local logits in calls whose loss is a `CausalLMLoss` for them.
 
     A call that reaches the model's ``forward`` past its hooks gets whole logits unless it runs
     inside `local`; the loss takes both, so it is right either way.
@@ -67,10 +67,12 @@ class HeadSwitch:
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         bound = bind_call(model, args, kwargs)
-        computes_loss = bound.get("labels") is not None
-        ours = computes_loss and isinstance(loss_function_of(model), CausalLMLoss)
+        local = bound.get("labels") is not None and returns_output(model, bound)
+        if local:
+            loss = loss_function_of(model)
+            local = isinstance(loss, CausalLMLoss) and loss.vocabulary is not None
         self._outer.append(self.head.gathers_output)
-        self.head.gathers_output = not (ours and returns_output(model, bound))
+        self.head.gathers_output = not local
 
     def _after(self, _model: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         self.head.gathers_output = self._outer.pop()

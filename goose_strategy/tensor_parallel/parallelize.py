@@ -23,7 +23,7 @@ from goose_strategy.tensor_parallel.head import HeadSwitch
 from goose_strategy.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from goose_strategy.tensor_parallel.plan import Style, TensorPlan, parent_name
 from goose_strategy.tensor_parallel.regions import enter_island
-from goose_strategy.tensor_parallel.slicing import Slicer
+from goose_strategy.tensor_parallel.slicing import Slicer, replace_data
 
 if TYPE_CHECKING:
     from goose_strategy.mesh.mesh import ParallelMesh
@@ -106,8 +106,7 @@ def undo(model: nn.Module) -> None:
         handle.remove()
     for param, cut in record.slicer.items():
         whole = all_gather_uneven(param.data, record.group, dim=cut.dim, sizes=cut.sizes)
-        param.grad = None
-        param.data = whole.contiguous()
+        replace_data(param, whole.contiguous())
     for module in record.converted:
         module.restore()
 
@@ -118,17 +117,30 @@ def head_switch(model: nn.Module) -> HeadSwitch | None:
     return None if record is None else record.switch
 
 
+def modules_to_cut(model: nn.Module, plan: TensorPlan) -> dict[str, tuple[nn.Module, Style]]:
+    """List every module that ``plan`` cuts, by name, with its style.
+
+    Modules without parameters, which stand for those of other stages, are left out.
+
+    Raises:
+        PlanError: If a module is not of the class that its style cuts.
+    """
+    found: dict[str, tuple[nn.Module, Style]] = {}
+    for name, module in model.named_modules():
+        style = plan.style_of(name)
+        if style in _CLASSES and not _is_placeholder(module):
+            _CLASSES[style].check(name, module)
+            found[name] = module, style
+    return found
+
+
 def _work(
     model: nn.Module, plan: TensorPlan, tp: int, owned: Collection[str] | None
 ) -> dict[str, tuple[nn.Module, Style]]:
-    """List what has to be cut, after checking all of it."""
-    work: dict[str, tuple[nn.Module, Style]] = {}
-    for name, module in model.named_modules():
-        style = plan.style_of(name)
-        if style not in _CLASSES or not _is_owned(name, owned) or _is_placeholder(module):
-            continue
-        _CLASSES[style].check(name, module)
-        work[name] = module, style
+    """List what has to be cut here, after checking all of it."""
+    found = modules_to_cut(model, plan).items()
+    work = {name: entry for name, entry in found if _is_owned(name, owned)}
+    for name, (module, style) in work.items():
         if style in (Style.COLUMN, Style.ROW):
             attribute = "out_features" if style is Style.COLUMN else "in_features"
             size = getattr(module, attribute)

@@ -91,6 +91,18 @@ class Cut:
         )
 
 
+def replace_data(param: Tensor, data: Tensor) -> None:
+    """Give ``param`` other data, of any shape, and no gradient.
+
+    If the output of an earlier forward is still alive, so is the node that accumulates this
+    parameter's gradient, with the old shape in it. torch forgets the node when the type changes.
+    """
+    other = torch.float16 if data.dtype != torch.float16 else torch.float32
+    param.grad = None
+    param.data = data.new_empty(0, dtype=other)
+    param.data = data
+
+
 class Slicer:
     """Cuts parameters in place and remembers how, so that a tied weight is cut once.
 
@@ -119,8 +131,7 @@ class Slicer:
                 )
             return known
         cut = Cut(dim, param.shape[dim], self.parts, self.index)
-        param.grad = None
-        param.data = cut.take(param.data)
+        replace_data(param, cut.take(param.data))
         self._cuts[param] = cut
         return cut
 

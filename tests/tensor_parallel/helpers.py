@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from goose_strategy.tensor_parallel.head import causal_lm_loss
 from goose_strategy.tensor_parallel.parallelize import parallelize
 from tests.harness.compare import Reference, reference_run
 from tests.harness.models import IGNORED, Batch, batches, tiny_model
+from tests.harness.worker import Context
+
+_R = TypeVar("_R")
 
 
 class Step(NamedTuple):
@@ -28,10 +32,20 @@ class Step(NamedTuple):
     gradients: dict[str, tuple[ShardSpec, Tensor]]
 
 
-def tp_mesh(tp: int) -> ParallelMesh:
-    """A mesh with nothing but tensor parallelism over the world."""
-    layout = MeshLayout.from_world(tp, tp=tp, pp=1)
-    return ParallelMesh.create(layout, device=torch.device("cpu"), timeout=timedelta(seconds=30))
+def with_mesh(fn: Callable[..., _R]) -> Callable[..., _R]:
+    """Call ``fn(ctx, mesh, ...)`` with a mesh of tensor parallelism only over the world."""
+
+    @functools.wraps(fn)
+    def on_rank(ctx: Context, *args: Any) -> _R:
+        layout = MeshLayout.from_world(ctx.world_size, tp=ctx.world_size, pp=1)
+        cpu, timeout = torch.device("cpu"), timedelta(seconds=30)
+        mesh = ParallelMesh.create(layout, device=cpu, timeout=timeout)
+        try:
+            return fn(ctx, mesh, *args)
+        finally:
+            mesh.close()
+
+    return on_rank
 
 
 def cut(

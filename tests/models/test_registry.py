@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from goose_strategy.errors import PlanError
+from goose_strategy.models.registry import FAMILIES, plan_for, supported_families
+from goose_strategy.tensor_parallel.config import TensorConfig
+from goose_strategy.tensor_parallel.plan import Style
+from tests.harness.compare import assert_close_named, assert_close_numbers, reference_run
+from tests.harness.models import randomise, tiny_model
+from tests.harness.worker import Context
+from tests.harness.world import run_ranks
+from tests.tensor_parallel.helpers import Step, awkward_batch, cut, one_step, whole, with_mesh
+
+TINY: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+
+
+def _other(name: str, **settings: Any) -> nn.Module:
+    """A model of a family without a file here."""
+    config = getattr(transformers, f"{name}Config")(**{**TINY, **settings})
+    torch.manual_seed(0)
+    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config).double()
+    for module in model.modules():
+        if isinstance(getattr(module, "residual_dropout", None), float):
+            module.residual_dropout = 0.0  # type: ignore[assignment]
+    randomise(model)
+    return model.train()
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("tied", [False, True])
+def test_plans_of_the_proved_families(family: Any, tied: bool) -> None:
+    plan = plan_for(tiny_model(family, layers=1, tied=tied))
+    layer = "model.layers.*."
+    expected = {
+        "model.embed_tokens": Style.VOCAB,
+        "lm_head": Style.HEAD,
+        **{f"{layer}self_attn.{name}_proj": Style.COLUMN for name in "qkv"},
+        f"{layer}self_attn.o_proj": Style.ROW,
+        f"{layer}mlp.gate_proj": Style.COLUMN,
+        f"{layer}mlp.up_proj": Style.COLUMN,
+        f"{layer}mlp.down_proj": Style.ROW,
+    }
+    if family == "qwen3":
+        expected |= {f"{layer}self_attn.{name}_norm": Style.PARTIAL for name in "qk"}
+    assert plan.rules == expected
+    assert plan.islands == {f"{layer}self_attn": "hidden_states", f"{layer}mlp": "x"}
+    assert plan.divisible == {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+    }
+    assert (plan.family, plan.gather_logits) == (family, False)
+
+
+def test_island_arguments_are_those_of_the_forward() -> None:
+    """If transformers renames them, the copy into the island would miss its tensor."""
+    for family in FAMILIES:
+        model: Any = tiny_model(family, layers=1)  # type: ignore[arg-type]
+        layer = model.model.layers[0]
+        for module, argument in ((layer.self_attn, "hidden_states"), (layer.mlp, "x")):
+            first = type(module).forward.__wrapped__ if hasattr(
+                type(module).forward, "__wrapped__"
+            ) else type(module).forward  # fmt: skip
+            assert first.__code__.co_varnames[1] == argument
+
+
+def test_the_base_model_alone_has_a_plan_too() -> None:
+    model: Any = tiny_model("qwen3", layers=1)
+    plan = plan_for(model.model)
+    assert plan.style_of("layers.0.self_attn.q_proj") is Style.COLUMN
+    assert plan.island_argument("layers.0.mlp") == "x"
+    assert Style.HEAD not in plan.rules.values()
+
+
+def test_a_plan_needs_no_weights() -> None:
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    assert plan_for(model).style_of("lm_head") is Style.HEAD
+
+
+def test_settings_reach_the_plan() -> None:
+    config = TensorConfig(gather_logits=True, rules={"model.layers.*.mlp": "replicated"})
+    plan = plan_for(tiny_model("llama", layers=1), config)
+    assert plan.gather_logits
+    assert plan.style_of("model.layers.3.mlp") is Style.REPLICATED
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            lambda: transformers.GPT2LMHeadModel(
+                transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9)
+            ),
+            r"no tensor-parallel plan for the family 'gpt2'.*llama, mistral, qwen2, qwen3",
+        ),
+        (
+            lambda: _other("Olmo2"),
+            r"self_attn\.q_proj='colwise_gather_output'.*'olmo2' is not supported outside of the",
+        ),
+        (
+            lambda: _other("Mixtral", num_local_experts=2),
+            r"mlp\.experts\.gate_up_proj='packed_colwise'.*'mixtral' is not supported\.",
+        ),
+        (
+            lambda: _other("Apertus"),
+            r"mlp\.act_fn\.alpha_p lies beside the column and row layers of 'apertus'",
+        ),
+        (
+            lambda: _other("Gemma", head_dim=8),
+            r"embed_tokens=GemmaTextScaledWordEmbedding cannot be cut",
+        ),
+    ],
+    ids=["no plan", "head style inside", "packed", "between", "own embedding"],
+)
+def test_what_is_not_supported_is_refused_by_name(model: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_for(model())
+
+
+def test_column_layers_need_a_row_layer_beside_them() -> None:
+    with pytest.raises(PlanError, match="mlp of the family 'Sequential' has column layers only"):
+        plan_for(nn.Sequential(nn.Linear(2, 2)), TensorConfig(rules={"mlp.up": "column"}))
+
+
+@with_mesh
+def _by_rules(ctx: Context, mesh: Any, derived: str) -> Step:
+    model = _other(derived, **_SETTINGS[derived])
+    specs = cut(model, mesh, _CONFIGS.get(derived))
+    return one_step(model, specs, awkward_batch())
+
+
+# Families with a plan of transformers' only, and one that needs a rule of the user's.
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "Starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "Granite": {"logits_scaling": 4.0, "tie_word_embeddings": True},
+    "Cohere": {"logit_scale": 0.25},
+    "Phi": {"num_key_value_heads": 4},
+    "Apertus": {},
+}
+_CONFIGS = {"Apertus": TensorConfig(rules={"model.layers.*.mlp.act_fn": "partial"})}
+
+
+@pytest.mark.parametrize("name", sorted(_SETTINGS))
+def test_derived_plans_are_exact(name: str) -> None:
+    model = _other(name, **_SETTINGS[name])
+    expected = reference_run(model, [awkward_batch()])
+    steps = run_ranks(_by_rules, 2, name)
+    # These norms compute in fp32, so that the last bits of fp64 are lost.
+    assert_close_numbers([steps[0].loss], expected.losses, 1e-7)
+    assert_close_named(whole([s.gradients for s in steps]), expected.gradients[0], 1e-6)
+
+
+def test_supported_families_are_sorted() -> None:
+    assert supported_families() == ("llama", "mistral", "qwen2", "qwen3")
