@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 import pickle
 import zlib
 from contextlib import contextmanager
@@ -84,6 +85,10 @@ class _SummingFileSystem(FileSystem):
         stream = _SummingStream(raw, buffer_size=BLOCK)
         with stream:
             yield stream
+            if not stream.closed:
+                # DCP syncs the file of its metadata without flushing it first.
+                stream.flush()
+                os.fsync(stream.fileno())
         self.records[Path(path).name] = FileRecord(Path(path).stat().st_size, stream.crc32)
 
     def rename(self, path: str | PathLike[str], new_path: str | PathLike[str]) -> None:
