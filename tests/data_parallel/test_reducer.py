@@ -109,9 +109,7 @@ def run_sharded(ctx: Context, scenario: Scenario, wanted: Any, options: dict[str
     mesh = toy.make_mesh(ctx.world_size)
     driver = Sharded(toy.toy(dtype), wanted, mesh, **options)
     scenario(driver, dtype) if dtype != torch.float64 else scenario(driver)
-    trace = driver.finish()
-    mesh.close()
-    return trace
+    return driver.finish()
 
 
 def reference(scenario: Scenario, wanted: Any = adamw, dtype: torch.dtype = torch.float64) -> Trace:
@@ -275,10 +273,11 @@ def test_close_leaves_an_ordinary_module() -> None:
 def _shared(ctx: Context) -> int:
     model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     model[1].weight = model[0].weight
+    mesh = toy.make_mesh(ctx.world_size)
     reducer = Reducer(
         list(model.named_parameters(remove_duplicate=False)),
         {},
-        toy.make_mesh(ctx.world_size),
+        mesh,
         config=ZeroConfig(),
         average=False,
         owner_of={},
@@ -289,6 +288,7 @@ def _shared(ctx: Context) -> int:
     assert states == {GradState.REDUCED}
     names = len(reducer.full_gradients())
     reducer.close()
+    mesh.close()
     return names
 
 

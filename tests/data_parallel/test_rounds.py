@@ -58,7 +58,7 @@ def _nothing_on_rank_0(ctx: Context) -> tuple[list[str], int]:
     loss = driver.forward(x).square().mean() if ctx.rank else torch.ones((), requires_grad=True)
     driver.backward(loss)
     full = driver.reducer.full_gradients()
-    driver.reducer.close()
+    driver.close()
     return sorted(full), len([1 for value in full.values() if value.abs().sum() > 0])
 
 
@@ -115,7 +115,7 @@ def _launches(ctx: Context) -> list[tuple[str, tuple[int, ...]]]:
             driver.backward(driver.forward(x, branch=ctx.rank).square().mean())
             driver.optimizer.step()
             driver.optimizer.zero_grad()
-    driver.reducer.close()
+    driver.close()
     return [(launch.op, launch.shape) for launch in recorder.launches]
 
 
@@ -136,7 +136,7 @@ def _started_early(ctx: Context) -> tuple[list[int], int]:
 
     driver.model.inner.bias.register_post_accumulate_grad_hook(look)
     driver.backward(driver.forward(driver.rows(batch(0))).square().mean())
-    driver.reducer.close()
+    driver.close()
     return started, len(buckets)
 
 
@@ -161,7 +161,7 @@ def _reads(ctx: Context, branch: int) -> int:
         driver.backward(loss)
         driver.optimizer.step()
         driver.optimizer.zero_grad()
-    driver.reducer.close()
+    driver.close()
     return len(seen)
 
 

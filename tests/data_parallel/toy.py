@@ -212,8 +212,12 @@ class Sharded(Plain):
 
     def finish(self) -> Trace:
         trace = super().finish()
-        self.reducer.close()
+        self.close()
         return trace
+
+    def close(self) -> None:
+        self.reducer.close()
+        self.mesh.close()
 
 
 class Replicated(Plain):
