@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -37,9 +37,10 @@ class PipelineConfig:
         step_timeout_s: The same for every later step.
     """
 
-    schedule: str = "1F1B"
+    schedule: Literal["1F1B", "GPipe"] = "1F1B"
     num_microbatches: int | None = None
-    partition: str | list[int] = "uniform"
+    # Not str: a command line's "[1, 3]" would be taken for a name.
+    partition: Literal["uniform"] | list[int] = "uniform"
     trim_padding: bool = False
     return_logits: bool = False
     loss_fn: LossFunction | None = None

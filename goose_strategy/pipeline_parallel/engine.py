@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -188,7 +189,11 @@ class _Step:
         self.want_logits = False
         self.want_loss = True
         self.result = StepResult()
-        self.device_type, autocast = _precision(microbatches)
+        device_type, autocast = _precision(microbatches)
+        # Under autocast a backward would be cast anew; it follows its forward's types.
+        self.plain: Callable[[], AbstractContextManager[object]] = (
+            partial(torch.autocast, device_type, enabled=False) if autocast else nullcontext
+        )
         self.keys = [(autocast, *_signature(one)) for one in microbatches]
         self.held: dict[int, _Held] = {}
         self.outbox: dict[int, Sequence[Tensor]] = {}
@@ -246,8 +251,7 @@ class _Step:
         gradients = held.seed if self.stage.is_last else self._wait(self.gradients, action)
         pairs = [(e, g) for e, g in zip(held.edges, gradients, strict=True) if e is not None]
         if pairs:
-            # Under autocast a backward would be cast anew; it follows its forward's types.
-            with torch.autocast(self.device_type, enabled=False):
+            with self.plain():
                 torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs])
         if not self.stage.is_first:
             self.outbox[action.microbatch] = [

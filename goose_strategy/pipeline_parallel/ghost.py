@@ -42,7 +42,8 @@ class Ghosts:
         """
         module = self._module
         type(module)._apply(module, fn, *args, **kwargs)  # noqa: SLF001 - called by its public ones
-        for name in self.names:
+        # A name is gone once somebody has set a parameter of that name again.
+        for name in self.names & module.__dict__.keys():
             ghost: Tensor = module.__dict__[name]
             module.__dict__[name] = _ghost(fn(ghost.as_strided((), ())), ghost.shape)
         return module

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 
 import pytest
+from jsonargparse import ArgumentParser
 
 from goose_strategy.errors import ConfigError
 from goose_strategy.pipeline_parallel.config import PipelineConfig
@@ -33,6 +35,19 @@ def test_a_wrong_setting_is_named(settings: dict[str, object], message: str) -> 
 def test_the_default_is_two_microbatches_per_stage() -> None:
     assert PipelineConfig().microbatches(4) == 8
     assert PipelineConfig(num_microbatches=3).microbatches(4) == 3
+
+
+def test_a_command_line_can_set_everything() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(PipelineConfig, "pipeline")
+    words = ["--pipeline.partition=[1, 3]", "--pipeline.num_microbatches=4"]
+    words += ["--pipeline.schedule=GPipe", "--pipeline.loss_fn=textwrap.dedent"]
+    made = parser.instantiate_classes(parser.parse_args(words)).pipeline
+    assert made.partition == [1, 3]
+    assert made.loss_fn is textwrap.dedent
+    assert (made.num_microbatches, made.schedule) == (4, "GPipe")
+    default = parser.instantiate_classes(parser.parse_args([])).pipeline
+    assert default == PipelineConfig()
 
 
 def test_a_config_does_not_change() -> None:

@@ -53,6 +53,14 @@ def test_ghosts_follow_their_module() -> None:
     assert bytes_of(model[0].weight) == 8
 
 
+def test_a_weight_may_come_back() -> None:
+    embedding = ghostly()
+    embedding.weight = nn.Parameter(torch.ones(1000, 16))
+    embedding.to(torch.float64)
+    assert [name for name, _ in embedding.named_parameters()] == ["weight"]
+    assert embedding(torch.tensor([3])).sum() == 16
+
+
 def test_buffers_can_be_ghosts_too() -> None:
     norm = nn.BatchNorm1d(7)
     make_ghosts(norm, ["weight"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from goose_strategy.comm.recorder import Recorder
+from goose_strategy.comm.recorder import Recorder, mismatches
 from goose_strategy.errors import MeshError
 from goose_strategy.mesh.layout import MeshLayout
 from goose_strategy.mesh.mesh import ParallelMesh
@@ -56,7 +56,9 @@ def calls(dp_rank: int) -> list[list[dict[str, Any]]]:
     return [*split, counted([batch_of(1, seq_len=n, seed=dp_rank) for n in (12, 4, 9, 12)])]
 
 
-def train(ctx: Context, family: str, pp: int, schedule: str) -> list[tuple[Any, ...]]:
+def train(
+    ctx: Context, family: str, pp: int, schedule: str
+) -> tuple[list[tuple[Any, ...]], Recorder]:
     mesh = make_mesh(ctx, pp)
     stage = make_stage(family, mesh, tied=True)
     config = PipelineConfig(schedule=schedule)
@@ -70,7 +72,7 @@ def train(ctx: Context, family: str, pp: int, schedule: str) -> list[tuple[Any, 
         out.append((mesh.dp_rank, loss, gradients_of(stage), stage.tied_copies))
     engine.run(calls(mesh.dp_rank)[0], train=False)
     mesh.close()
-    return out
+    return out, recorder
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,9 @@ def train(ctx: Context, family: str, pp: int, schedule: str) -> list[tuple[Any, 
     [("llama", 2, 2, "GPipe"), ("qwen3", 4, 4, "1F1B"), ("llama", 4, 2, "1F1B")],
 )
 def test_one_process_is_matched(family: str, world: int, pp: int, schedule: str) -> None:
-    ranks = run_ranks(train, world, family, pp, schedule)
+    ranks, recorders = zip(*run_ranks(train, world, family, pp, schedule), strict=True)
+    assert mismatches(dict(enumerate(recorders))) == []
+    assert all(recorder.launches for recorder in recorders)
     model = model_of(family, tied=True)
     for dp_rank in range(world // pp):
         for call, microbatches in enumerate(calls(dp_rank)):
