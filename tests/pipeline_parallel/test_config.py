@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 
 import pytest
 from jsonargparse import ArgumentParser
 
 from goose_strategy.errors import ConfigError
 from goose_strategy.pipeline_parallel.config import PipelineConfig
+from tests.pipeline_parallel.cases import summed_loss
 
 
 @pytest.mark.parametrize(
@@ -41,10 +41,13 @@ def test_a_command_line_can_set_everything() -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(PipelineConfig, "pipeline")
     words = ["--pipeline.partition=[1, 3]", "--pipeline.num_microbatches=4"]
-    words += ["--pipeline.schedule=GPipe", "--pipeline.loss_fn=textwrap.dedent"]
+    words += [
+        "--pipeline.schedule=GPipe",
+        "--pipeline.loss_fn=tests.pipeline_parallel.cases.summed_loss",
+    ]
     made = parser.instantiate_classes(parser.parse_args(words)).pipeline
     assert made.partition == [1, 3]
-    assert made.loss_fn is textwrap.dedent
+    assert made.loss_fn is summed_loss
     assert (made.num_microbatches, made.schedule) == (4, "GPipe")
     default = parser.instantiate_classes(parser.parse_args([])).pipeline
     assert default == PipelineConfig()
