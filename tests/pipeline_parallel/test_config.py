@@ -45,11 +45,11 @@ def test_a_command_line_can_set_everything() -> None:
         "--pipeline.schedule=GPipe",
         "--pipeline.loss_fn=tests.pipeline_parallel.cases.summed_loss",
     ]
-    made = parser.instantiate_classes(parser.parse_args(words)).pipeline
+    made = parser.instantiate(parser.parse_args(words)).pipeline
     assert made.partition == [1, 3]
     assert made.loss_fn is summed_loss
     assert (made.num_microbatches, made.schedule) == (4, "GPipe")
-    default = parser.instantiate_classes(parser.parse_args([])).pipeline
+    default = parser.instantiate(parser.parse_args([])).pipeline
     assert default == PipelineConfig()
 
 
