@@ -8,14 +8,17 @@ would name them, so any layout reads what any layout wrote.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from goose_strategy.checkpoint.load import Checkpoint, load_tensors
+from goose_strategy.checkpoint.agree import collect
+from goose_strategy.checkpoint.load import load_tensors
 from goose_strategy.checkpoint.manifest import EntryPath, LocalTensor
+from goose_strategy.checkpoint.opened import Checkpoint
 from goose_strategy.checkpoint.state import (
     OptimizerState,
     empty_optimizer_state,
@@ -81,7 +84,8 @@ def optimizer_contents(
     )
     per_rank = all_gather_objects(_named_groups(model, optimizer), model.mesh.control)
     stages = [per_rank[model.mesh.layout.stage_rank(0, s)] for s in range(model.mesh.pp_size)]
-    return tensors, optimizer_objects(entry, merged_groups(stages))
+    has_state = any(all_gather_objects(bool(tensors), model.mesh.control))
+    return tensors, optimizer_objects(entry, merged_groups(stages), has_state=has_state)
 
 
 def load_model_and_optimizers(
@@ -119,11 +123,19 @@ def load_model_and_optimizers(
     identity: dict[str, str] = {}
     for model in models.values():
         identity |= identity_of(model)
-    groups = {
-        entry: _checked_groups(checkpoint, entry, optimizer)
-        for entry, (_, optimizer) in optimizers.items()
-    }
-    load_tensors(checkpoint, destinations, mesh=meshes[0], identity=identity, strict=strict)
+    groups: dict[str, Sequence[Mapping[str, Any]]] = {}
+    for entry, (_, optimizer) in optimizers.items():
+        doing = f"loading {entry!r} of path='{checkpoint.path}'"
+        check = partial(_checked_groups, checkpoint, entry, optimizer)
+        groups[entry] = collect(meshes[0], doing, check)[meshes[0].rank]
+    load_tensors(
+        checkpoint,
+        destinations,
+        mesh=meshes[0],
+        entries=[*models, *optimizers],
+        identity=identity,
+        strict=strict,
+    )
     for model in models.values():
         _take_over_weights(model)
     for entry, (model, optimizer) in optimizers.items():

@@ -32,7 +32,6 @@ from goose_strategy.strategies.door import (
     keep_rotary_in_fp32,
     wrong_door,
 )
-from goose_strategy.strategies.fabric_state import load_fabric_state, save_fabric_state
 from goose_strategy.tensor_parallel.config import TensorConfig
 
 
@@ -265,6 +264,9 @@ class Goose3DStrategy(ParallelStrategy):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
+        # torch's checkpoint package costs half a second; most starts need none.
+        from goose_strategy.strategies.fabric_state import save_fabric_state
+
         save_fabric_state(self.runtime, path, state, storage_options=storage_options, filter=filter)
 
     @override
@@ -275,6 +277,8 @@ class Goose3DStrategy(ParallelStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
+        from goose_strategy.strategies.fabric_state import load_fabric_state
+
         return load_fabric_state(self.runtime, path, state, strict=strict, weights_only=weights_only)
 
     @override

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,8 +94,6 @@ def load_fabric_state(
             "fabric.load needs the objects to fill: fabric.load(path, {'model': model, ...}); "
             "`fabric consolidate PATH` makes one plain file of a sharded checkpoint."
         )
-    if Path(path).is_file():
-        return _load_single_file(runtime, path, state, strict=strict)
     checkpoint = open_checkpoint(path, mesh=runtime.mesh, weights_only=weights_only)
     models: dict[str, ShardedModel] = {}
     optimizers: dict[str, tuple[ShardedModel, Optimizer]] = {}
@@ -120,28 +117,6 @@ def load_fabric_state(
     if states is not None:
         scatter_rng_states(states, runtime.mesh)
     return meta
-
-
-def _load_single_file(
-    runtime: ParallelRuntime, path: Any, state: dict[str, Any], *, strict: bool
-) -> dict[str, Any]:
-    """Load weights (and plain values) from a file that one process or ``ddp`` has saved."""
-    whole = _read_file(path)
-    held = [name for name, value in state.items() if isinstance(value, Optimizer)]
-    if held:
-        raise CheckpointError(
-            f"path={os.fspath(path)!r} is a single file; optimizer {held[0]!r} can only be loaded "
-            "from a sharded checkpoint. Leave it out to load the weights alone."
-        )
-    compat.validate_keys_for_strict_loading(state.keys(), whole.keys(), strict=strict)
-    for name, value in list(state.items()):
-        if name not in whole:
-            continue
-        if isinstance(value, nn.Module):
-            load_whole_state_dict(_sharded(runtime, value), whole.pop(name), strict=strict)
-        else:
-            _put(state, name, whole.pop(name))
-    return whole
 
 
 def _read_file(path: Any) -> dict[str, Any]:

@@ -35,7 +35,6 @@ from goose_strategy.strategies.door import (
     wrong_door,
 )
 from goose_strategy.strategies.refusals import refuse_callbacks, refuse_twin_package
-from goose_strategy.strategies.trainer_state import load_trainer_state, save_trainer_state
 from goose_strategy.tensor_parallel.config import TensorConfig
 
 
@@ -317,6 +316,9 @@ class Goose3DStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
+        # torch's checkpoint package costs half a second; most starts need none.
+        from goose_strategy.strategies.trainer_state import save_trainer_state
+
         save_trainer_state(
             self.runtime, self._module(), checkpoint, filepath, storage_options=storage_options
         )
@@ -325,9 +327,10 @@ class Goose3DStrategy(ParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        module = self._module()
+        from goose_strategy.strategies.trainer_state import load_trainer_state
+
         return load_trainer_state(
-            self.runtime, module, self.optimizers, checkpoint_path, weights_only=weights_only
+            self.runtime, self._module(), self.optimizers, checkpoint_path, weights_only=weights_only
         )
 
     @override

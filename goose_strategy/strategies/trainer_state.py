@@ -2,17 +2,15 @@
 
 The Trainer builds one dict with a state dict of the module and of each optimizer. On a shard those
 would be partial, so they are replaced here by the boxes that this rank holds, under the names that
-Lightning's own sharded strategies use (``state_dict``, ``optimizer_0``, ...).
+Lightning's own sharded strategies use (``model``, ``optimizer_0``, ...).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,12 +24,14 @@ from goose_strategy.runtime.model import ShardedModel
 from goose_strategy.runtime.state import (
     identity_of,
     load_model_and_optimizers,
-    load_whole_state_dict,
     model_tensors,
     optimizer_contents,
 )
 
-WEIGHTS = "state_dict"
+WEIGHTS = "model"
+"""Entry of the weights, under which Lightning's consolidation of a Trainer checkpoint looks."""
+
+STATE_DICT = "state_dict"
 
 
 def save_trainer_state(
@@ -52,7 +52,7 @@ def save_trainer_state(
         raise TypeError("storage_options are not supported: no CheckpointIO is used.")
     model = _sharded(runtime, module)
     meta = dict(checkpoint)
-    meta.pop(WEIGHTS, None)
+    meta.pop(STATE_DICT, None)
     with_optimizers = meta.pop("optimizer_states", None) is not None
     tensors: list[LocalTensor] = model_tensors(WEIGHTS, model)
     objects: dict[EntryPath, Any] = {}
@@ -75,8 +75,7 @@ def load_trainer_state(
 ) -> dict[str, Any]:
     """Fill the module and its optimizers; return the rest of the Trainer's dict.
 
-    Collective over the world. A single file that ``ddp`` or one process has saved gives weights
-    only, and cannot be resumed from.
+    Collective over the world. The path may also be a single file, of ``ddp`` or one process.
 
     Raises:
         CheckpointError: If there is no such checkpoint, it is damaged, or of another model;
@@ -84,17 +83,8 @@ def load_trainer_state(
     """
     model = _sharded(runtime, module)
     strict = bool(getattr(module, "strict_loading", True))
-    if Path(path).is_file():
-        if optimizers:
-            raise CheckpointError(
-                f"path={os.fspath(path)!r} is a single file; training can only be resumed from a "
-                "sharded checkpoint. Load its weights in configure_model() and fit without "
-                "ckpt_path."
-            )
-        whole = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only is True)
-        load_whole_state_dict(model, whole.pop(WEIGHTS), strict=strict)
-        return {**whole, WEIGHTS: {}}
-    checkpoint = open_checkpoint(path, mesh=runtime.mesh, weights_only=weights_only)
+    # The Trainer hands on None where its user wrote False, so None cannot mean a refusal here.
+    checkpoint = open_checkpoint(path, mesh=runtime.mesh, weights_only=bool(weights_only))
     entries = {f"optimizer_{index}": (model, o) for index, o in enumerate(optimizers)}
     stored = {tensor.path[0] for tensor in checkpoint.tensors.values()}
     known = {name: held for name, held in entries.items() if name in stored}
@@ -103,7 +93,7 @@ def load_trainer_state(
     states = meta.pop(RNG_KEY, None)
     if states is not None and optimizers:
         scatter_rng_states(states, runtime.mesh)
-    return {**meta, WEIGHTS: {}}
+    return {**meta, STATE_DICT: {}}
 
 
 def _sharded(runtime: ParallelRuntime, module: nn.Module) -> ShardedModel:
