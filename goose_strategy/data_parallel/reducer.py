@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -135,6 +136,11 @@ class Reducer:
     def owners(self) -> Mapping[str, Owner]:
         """Optimizer index and group index by name, frozen parameters included."""
         return self._owner_of
+
+    @property
+    def wide(self) -> bool:
+        """Whether any of the module's parameters is fp64, frozen ones included."""
+        return any(param.dtype == torch.float64 for param in self._params.values())
 
     def gradient_buckets(self) -> list[Bucket]:
         """Return all buckets with reduced gradients, to be clipped. Collective if they were not."""

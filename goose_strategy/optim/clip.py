@@ -54,8 +54,8 @@ def clip_grad_norm(
         error_if_nonfinite: Raise if the norm is not finite, before any gradient is changed.
 
     Returns:
-        The norm before clipping: a scalar on the device, equal on all ranks, fp64 if any gradient
-        on this rank is, else fp32.
+        The norm before clipping: a scalar on the device, equal on all ranks, fp64 if any
+        parameter is, frozen ones included, else fp32.
 
     Raises:
         ConfigError: If ``norm_type`` is not positive.
@@ -72,7 +72,8 @@ def clip_grad_norm(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they "
             "cannot be clipped; none was changed. Pass error_if_nonfinite=False to go on."
         )
-    wide = any(bucket.grads.flat.dtype == torch.float64 for bucket in buckets)
+    # Asked of all parameters, because a stage may have no gradient at all.
+    wide = any(reducer.wide for reducer in map(_reducer_of, sources) if reducer is not None)
     norm = norm if wide else norm.float()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     # Reading the factor is free on the CPU and would make the host wait on a device.
