@@ -55,6 +55,21 @@ def replace_tensors(
     return out_args, out_kwargs
 
 
+def has_place(args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> bool:
+    """Tell whether the arguments of a call have something at a path, be it ``None``."""
+    container: Any = args if isinstance(path[0], int) else kwargs
+    for key in path:
+        if isinstance(container, Mapping):
+            present = key in container
+        else:
+            sequence = isinstance(container, (tuple, list))
+            present = sequence and isinstance(key, int) and key < len(container)
+        if not present:
+            return False
+        container = container[key]
+    return True
+
+
 def show(path: Path) -> str:
     """Return a path as a reader would write it: ``position_embeddings[0]``, ``argument 0``."""
     head = path[0] if isinstance(path[0], str) else f"argument {path[0]}"

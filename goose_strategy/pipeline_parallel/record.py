@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from goose_strategy.errors import PlanError
-from goose_strategy.pipeline_parallel.nested import Path, tensors_in, tensors_of
+from goose_strategy.pipeline_parallel.nested import Path, has_place, tensors_in, tensors_of
 from goose_strategy.pipeline_parallel.stack import LayerCall, Reach, StackInfo, TensorFact
 from goose_strategy.pipeline_parallel.template import fill_template, make_template
 
@@ -36,6 +36,7 @@ class Record:
         self.tensors: list[Tensor] = []
         self.known_at: list[int] = []
         self.carried: set[int] = set()
+        self.filled: dict[int, set[Path]] = {}
         self.reach: dict[int, Reach] = {}
         self.result_reach = Reach()
 
@@ -89,6 +90,7 @@ class Record:
                 name=name,
                 inputs={path: self.tokens[id(tensor)] for path, tensor in inputs.items()},
                 hidden=self.hidden(layer),
+                filled=frozenset(self.filled.get(layer, ())),
                 output=self.template(layer),
             )
             for layer, (name, inputs) in enumerate(zip(self.names, self.inputs, strict=True))
@@ -293,7 +295,8 @@ def check_replay(model: nn.Module, record: Record, inputs: Mapping[str, Any]) ->
 
     Args:
         model: The model, as it was recorded.
-        record: Its record; ``carried`` grows. On the meta device there are no values to compare.
+        record: Its record; ``carried`` and ``filled`` grow. On the meta device there are no values
+            to compare.
         inputs: The same keyword arguments.
 
     Raises:
@@ -307,6 +310,8 @@ def check_replay(model: nn.Module, record: Record, inputs: Mapping[str, Any]) ->
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = tensors_of(args, kwargs)
             seen.append(given)
+            lost = [p for p in record.inputs[index] if not has_place(args, kwargs, p)]
+            record.filled.setdefault(index, set()).update(lost)
             return fill_template(template, given[hidden])
 
         return forward

@@ -60,12 +60,15 @@ class LayerCall:
         name: Name of the layer in the model.
         inputs: Index of every tensor among its arguments, by path.
         hidden: Path of the hidden states.
+        filled: Paths that lead into containers which earlier layers fill: without these layers
+            there is no place for a received tensor.
         output: Template of what it returns (:mod:`~goose_strategy.pipeline_parallel.template`).
     """
 
     name: str
     inputs: Mapping[Path, int]
     hidden: Path
+    filled: frozenset[Path]
     output: Any
 
 
@@ -183,16 +186,21 @@ class StackInfo:
                 silent = fact.carried and not fact.differentiable
                 if silent and token not in received and fact.known_at <= first:
                     self._refuse(first, f"{call.name} takes {show(path)}")
+        for call in self.layers[first : end + 1]:
+            for path in call.filled:
+                if call.inputs[path] in received:
+                    self._refuse(first, f"{call.name} takes {show(path)}, which they fill")
         for name in self.reached(first, end):
             if self.layer_of_parameter.get(name, first) < first:
                 user = self.layers[end].name if end < self.num_layers else "the model's head"
                 self._refuse(first, f"{user} depends on {name}")
 
     def _refuse(self, first: int, what: str) -> None:
+        name = self.layers[first].name
         raise PlanError(
-            f"The model cannot be cut before {self.layers[first].name}: {what}, computed before "
-            f"the cut, by another way than the arguments of {self.layers[first].name}. Choose "
-            "another partition.",
+            f"The model cannot be cut before {name}: what earlier layers computed comes to the "
+            f"later ones by another way than the arguments of {name} ({what}). Choose another "
+            "partition.",
             axis="pp",
         )
 

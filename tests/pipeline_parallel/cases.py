@@ -120,7 +120,7 @@ class Toy(nn.Module):
         habit: ``"first_skip"`` adds the embeddings to the last hidden states; ``"middle_skip"``
             adds layer 0's output there; ``"looped"`` runs layer 1 twice; ``"reversed"`` runs the
             layers from the back; ``"pair"`` passes a mask that layer 0 made and the embeddings to
-            every layer; ``"stash"`` hands layer 0's choice on through an attribute.
+            every layer; ``"filled"`` passes a dict to every layer, which layer 0 fills.
     """
 
     def __init__(self, habit: str = "", *, layers: int = 4) -> None:
@@ -134,11 +134,13 @@ class Toy(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> SimpleNamespace:
         first = hidden = self.embed(input_ids)
         kept, mask = None, None
-        layers = list(self.layers)
+        layers, shared = list(self.layers), {}
         for index, layer in enumerate(layers[::-1] if self.habit == "reversed" else layers):
             if self.habit == "pair":
                 hidden, made = layer(hidden, extra=(first, mask), make_mask=mask is None)
                 mask = made if made is not None else mask
+            elif self.habit == "filled":
+                hidden = layer(hidden, shared=shared)
             else:
                 hidden = layer(hidden)
             if self.habit == "looped" and index == 1:
@@ -163,9 +165,15 @@ class ToyLayer(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(
-        self, hidden: Tensor, extra: tuple[Tensor, Any] | None = None, make_mask: bool = False
+        self,
+        hidden: Tensor,
+        extra: tuple[Tensor, Any] | None = None,
+        make_mask: bool = False,
+        shared: dict[str, Tensor] | None = None,
     ) -> Any:
         out = hidden + torch.tanh(self.linear(hidden))
+        if shared is not None:
+            return out + shared.setdefault("first", out)
         if extra is None:
             return out
         first, mask = extra

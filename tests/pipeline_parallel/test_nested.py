@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from goose_strategy.pipeline_parallel.nested import replace_tensors, show, tensors_in, tensors_of
+from goose_strategy.pipeline_parallel.nested import (
+    has_place,
+    replace_tensors,
+    show,
+    tensors_in,
+    tensors_of,
+)
 
 A, B, C, D = (torch.tensor(number) for number in range(4))
 
@@ -31,6 +37,14 @@ def test_replacing_makes_new_containers() -> None:
 
 def test_anything_can_be_replaced() -> None:
     assert replace_tensors((None,), {"bias": None}, {("bias",): A}) == ((None,), {"bias": A})
+
+
+def test_places() -> None:
+    args, kwargs = (A, [B, None]), {"masks": {"full": D}, "bias": None}
+    for path in ((0,), (1, 1), ("masks", "full"), ("bias",)):
+        assert has_place(args, kwargs, path)
+    for path in ((2,), (1, 2), ("masks", "sliding"), ("other",), ("bias", 0), ("masks", "full", 0)):
+        assert not has_place(args, kwargs, path)
 
 
 def test_paths_are_shown_as_code() -> None:

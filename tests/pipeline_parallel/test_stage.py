@@ -185,8 +185,15 @@ def test_the_end_of_a_stage_is_no_exception_to_a_model() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_skip_over_the_cut_is_refused_on_every_rank(stage: int) -> None:
-    model = toy("middle_skip")
+@pytest.mark.parametrize(
+    ("habit", "what"),
+    [
+        ("middle_skip", "the model's head depends on"),
+        ("filled", r"layers\.2 takes shared\['first'\], which they fill"),
+    ],
+)
+def test_a_way_around_the_cut_is_refused_on_every_rank(stage: int, habit: str, what: str) -> None:
+    model = toy(habit)
     info = probe_model(model, {"input_ids": toy_batch()["input_ids"]})
-    with pytest.raises(PlanError, match=r"cut before layers\.2: the model's head depends on"):
+    with pytest.raises(PlanError, match=rf"cut before layers\.2: .*{what}"):
         cut_model(model, info, (0, 2, 4), stage)
