@@ -36,6 +36,18 @@ _CLASSES: dict[Style, type[Converted]] = {
     Style.ROW: RowParallelLinear,
     Style.VOCAB: VocabParallelEmbedding,
 }
+_CUT_SIZES: dict[Style, str] = {
+    Style.COLUMN: "out_features",
+    Style.HEAD: "out_features",
+    Style.ROW: "in_features",
+    Style.VOCAB: "num_embeddings",
+}
+_CUT_DIMS: dict[Style, dict[str, int]] = {
+    Style.COLUMN: {"weight": 0, "bias": 0},
+    Style.HEAD: {"weight": 0, "bias": 0},
+    Style.ROW: {"weight": 1},
+    Style.VOCAB: {"weight": 0},
+}
 
 
 @dataclass
@@ -82,8 +94,7 @@ def parallelize(
         )
     if mesh.tp is None:
         return {name: ShardSpec.replicated(name, param) for name, param in model.named_parameters()}
-    plan.check(mesh.tp_size)
-    work = _work(model, plan, mesh.tp_size, owned)
+    work = check_cut(model, plan, mesh.tp_size, owned=owned)
     record = _Record(mesh.tp, Slicer(parts=mesh.tp_size, index=mesh.tp_rank))
     _convert(model, plan, work, record)
     _hook_islands(model, plan, work, record)
@@ -134,23 +145,53 @@ def modules_to_cut(model: nn.Module, plan: TensorPlan) -> dict[str, tuple[nn.Mod
     return found
 
 
-def _work(
-    model: nn.Module, plan: TensorPlan, tp: int, owned: Collection[str] | None
+def check_cut(
+    model: nn.Module, plan: TensorPlan, tp: int, *, owned: Collection[str] | None = None
 ) -> dict[str, tuple[nn.Module, Style]]:
-    """List what has to be cut here, after checking all of it."""
+    """Check that `parallelize` can cut ``model``; for callers that change it before.
+
+    Args:
+        model: The model; left as it is.
+        plan: How it will be cut.
+        tp: Into how many parts.
+        owned: As for `parallelize`.
+
+    Returns:
+        Every module that will be cut, by name, with its style.
+
+    Raises:
+        PlanError: If it cannot be cut.
+    """
+    plan.check(tp)
     found = modules_to_cut(model, plan).items()
     work = {name: entry for name, entry in found if _is_owned(name, owned)}
     for name, (module, style) in work.items():
-        if style in (Style.COLUMN, Style.ROW):
-            attribute = "out_features" if style is Style.COLUMN else "in_features"
-            size = getattr(module, attribute)
-            if size % tp:
+        attribute = _CUT_SIZES[style]
+        size = getattr(module, attribute)
+        if size < tp or (size % tp and style in (Style.COLUMN, Style.ROW)):
+            raise PlanError(
+                f"tp={tp} does not divide {name}.{attribute}={size} of this {plan.family} "
+                f"model; choose a divisor of {size}.",
+                axis="tp",
+            )
+    _check_shared(model, work)
+    return work
+
+
+def _check_shared(model: nn.Module, work: Mapping[str, tuple[nn.Module, Style]]) -> None:
+    """Check that modules which share a parameter cut it alike."""
+    seen: dict[Tensor, tuple[str, int | None]] = {}
+    for name, module in model.named_modules():
+        style = work[name][1] if name in work else None
+        for kind, param in module.named_parameters(recurse=False):
+            dim = None if style is None else _CUT_DIMS[style].get(kind)
+            other, other_dim = seen.setdefault(param, (name, dim))
+            if other_dim != dim:
                 raise PlanError(
-                    f"tp={tp} does not divide {name}.{attribute}={size} of this {plan.family} "
-                    f"model; choose a divisor of {size}.",
+                    f"{other} and {name} share a weight, but one cuts dim={other_dim} of it and "
+                    f"the other dim={dim}; untie them, or give both a style that cuts alike.",
                     axis="tp",
                 )
-    return work
 
 
 def _is_owned(name: str, owned: Collection[str] | None) -> bool:

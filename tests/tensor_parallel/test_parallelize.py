@@ -21,6 +21,7 @@ from goose_strategy.tensor_parallel import parallelize as room
 from goose_strategy.tensor_parallel.linear import RowParallelLinear
 from goose_strategy.tensor_parallel.loss import CausalLMLoss
 from goose_strategy.tensor_parallel.parallelize import head_switch, parallelize, undo
+from goose_strategy.tensor_parallel.plan import Style
 from goose_strategy.tensor_parallel.regions import enter_island, leave_island
 from tests.harness.compare import assert_close_named, assert_close_numbers
 from tests.harness.models import tiny_model
@@ -298,6 +299,8 @@ def _refused(
         model.model.layers[1].mlp.down_proj = nn.Bilinear(2, 2, 2)
     if how == "uneven":
         plan = replace(plan, divisible={})
+    if how == "tied to a whole head":
+        plan = replace(plan, rules={**plan.rules, "lm_head": Style.REPLICATED})
     if how == "twice":
         parallelize(model, plan, mesh)
     shapes = [param.shape for param in model.parameters()]
@@ -312,6 +315,8 @@ def _refused(
         ("heads", {"heads": 3, "kv_heads": 1}, "does not divide num_attention_heads=3.*work: 1\\."),
         ("kv heads", {"heads": 4, "kv_heads": 1}, "num_key_value_heads=1 of this llama"),
         ("uneven", {"intermediate_size": 33}, "layers.0.mlp.gate_proj.out_features=33"),
+        ("vocabulary", {"vocab": 1}, "tp=2 does not divide model.embed_tokens.num_embeddings=1"),
+        ("tied to a whole head", {"tied": True}, "embed_tokens and lm_head share a weight"),
         ("quantised", {}, "model.layers.1.mlp.down_proj=Bilinear cannot be cut"),
         ("twice", {}, "already tensor parallel; call undo"),
     ],
