@@ -7,15 +7,27 @@ group of one rank, for which there is nothing to do; every call hands back somet
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from goose_strategy.comm.host import (
+    Deferred,
+    ReduceName,
+    all_gather_host,
+    all_reduce_host,
+    barrier_host,
+    broadcast_host,
+    reduce_scatter_host,
+    run_deferred,
+)
 from goose_strategy.comm.recorder import ACTIVE, recording
+from goose_strategy.mesh.host import PEERS, HostPeers
 
 __all__ = [
     "DONE",
@@ -33,7 +45,6 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-ReduceName = Literal["sum", "max", "min"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -80,6 +91,14 @@ def all_reduce(
         return DONE
     if ACTIVE:
         _note(group, f"all_reduce {op}", tensor)
+    peers = PEERS.get(group)
+    if peers is not None:
+        if async_op:
+            return Deferred(peers, partial(all_reduce_host, peers, tensor, op))
+        if peers.deferred:
+            run_deferred(peers)
+        all_reduce_host(peers, tensor, op)
+        return DONE
     work = dist.all_reduce(tensor, _OPS[op], group=group, async_op=async_op)
     return work if work is not None else DONE
 
@@ -104,6 +123,9 @@ def all_gather_flat(
         return DONE
     if ACTIVE:
         _note(group, "all_gather", shard)
+    peers = PEERS.get(group)
+    if peers is not None:
+        return _on_host(peers, partial(all_gather_host, peers, output, shard), async_op=async_op)
     work = _all_gather(output, shard, group=group, async_op=async_op)
     return work if work is not None else DONE
 
@@ -148,7 +170,14 @@ def reduce_scatter_flat(
     Returns:
         What to wait for before ``flat`` is used.
     """
-    return all_reduce(flat, group, async_op=async_op)
+    if group is None:
+        return DONE
+    peers = PEERS.get(group)
+    if peers is None:
+        return all_reduce(flat, group, async_op=async_op)
+    if ACTIVE:
+        _note(group, "reduce_scatter", flat)
+    return _on_host(peers, partial(reduce_scatter_host, peers, flat), async_op=async_op)
 
 
 def broadcast(
@@ -159,6 +188,10 @@ def broadcast(
         return DONE
     if ACTIVE:
         _note(group, "broadcast", tensor, source)
+    peers = PEERS.get(group)
+    if peers is not None:
+        run = partial(broadcast_host, peers, tensor, peers.ranks.index(source))
+        return _on_host(peers, run, async_op=async_op)
     work = dist.broadcast(tensor, source, group=group, async_op=async_op)
     return work if work is not None else DONE
 
@@ -182,6 +215,15 @@ def broadcast_object(obj: _T, *, source: int, group: ProcessGroup | None) -> _T:
     return result
 
 
+def _on_host(peers: HostPeers, run: Callable[[], None], *, async_op: bool) -> Pending:
+    """Run between neighbours on one machine, after what was launched before."""
+    if async_op:
+        return Deferred(peers, run)
+    run_deferred(peers)
+    run()
+    return DONE
+
+
 def _note(group: ProcessGroup, op: str, tensor: Tensor, peer: int | None = None) -> None:
     for recorder in ACTIVE:
         recorder.note(group, op, tensor, peer)
@@ -189,5 +231,10 @@ def _note(group: ProcessGroup, op: str, tensor: Tensor, peer: int | None = None)
 
 def barrier(group: ProcessGroup | None) -> None:
     """Wait until all ranks of the group have come here."""
-    if group is not None:
+    if group is None:
+        return
+    peers = PEERS.get(group)
+    if peers is not None:
+        _on_host(peers, partial(barrier_host, peers), async_op=False)
+    else:
         dist.barrier(group=group)

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from goose_strategy.errors import MeshError
 from goose_strategy.mesh.axis import MeshAxis
+from goose_strategy.mesh.host import HostPeers, connect_host, disconnect_host
 
 if TYPE_CHECKING:
     from goose_strategy.mesh.layout import MeshLayout
@@ -67,6 +68,7 @@ class ParallelMesh:
         self._control: ProcessGroup | None = None
         self._alone: ProcessGroup | None = None
         self._owned: list[ProcessGroup] = []
+        self._local: dict[ProcessGroup, HostPeers] = {}
 
     @classmethod
     def create(
@@ -76,6 +78,7 @@ class ParallelMesh:
         device: torch.device,
         timeout: timedelta,
         backend: str | None = None,
+        shared_memory: bool = True,
     ) -> ParallelMesh:
         """Make all groups; collective over the world.
 
@@ -85,6 +88,7 @@ class ParallelMesh:
             timeout: After how long an operation on one of the groups fails.
             backend: Backend of the groups other than the gloo ones; the default group's if
                 ``None``.
+            shared_memory: Let CPU ranks on one machine exchange tensors through shared memory.
 
         Returns:
             The mesh as this rank sees it, with warmed communicators.
@@ -105,6 +109,8 @@ class ParallelMesh:
         mesh = cls(layout, rank=dist.get_rank(), device=device)
         mesh._make_groups(timeout, backend)
         mesh._warm()
+        if shared_memory and device.type == "cpu" and layout.world_size > 1:
+            mesh._connect(timeout)
         return mesh
 
     def _make_groups(self, timeout: timedelta, backend: str | None) -> None:
@@ -152,6 +158,21 @@ class ParallelMesh:
         for group in self._owned:
             is_control = group in (self.control, self.model_control)
             dist.all_reduce(torch.zeros(1, device=host if is_control else self.device), group=group)
+
+    def _connect(self, timeout: timedelta) -> None:
+        """Open shared memory between ranks of one machine; collective over the world."""
+        groups = {
+            "tp": self.tp,
+            "dp": self.dp,
+            "pp_forward": self.pp_forward,
+            "pp_backward": self.pp_backward,
+            "tie": self.tie,
+            "model": self.model,
+            "model_control": self.model_control,
+            "world": self.world,
+            "control": self.control,
+        }
+        self._local = connect_host(groups, control=self.control, timeout=timeout)
 
     @property
     def world(self) -> ProcessGroup:
@@ -239,6 +260,8 @@ class ParallelMesh:
     def close(self) -> None:
         """Destroy the groups that this mesh made; the default group is left alone. Idempotent."""
         owned, self._owned = self._owned, []
+        disconnect_host(self._local)
+        self._local = {}
         self.tp = self.dp = self.pp_forward = self.pp_backward = self.tie = None
         self.model = self.model_control = self._alone = self._control = self._world = None
         if not dist.is_initialized():
