@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from argparse import ArgumentError
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +23,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
-import goose_strategy.errors  # noqa: F401  makes bare class names known
+import goose_strategy.strategies.pytorch  # noqa: F401  makes bare class names known
 from goose_strategy.bench import step
 from goose_strategy.errors import (
     BatchError,
@@ -99,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             known = ", ".join((*SUBCOMMANDS, "bench"))
             raise ConfigError(f"command={command!r} is not known; choose one of {known}.")
         make_importable(arguments)
+        # Lightning's loops call this on every rank; a user cannot act on it.
+        warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")
         Goose3DCLI(args=None if argv is None else arguments)
     except ArgumentError as error:
         _say(ConfigError(condense(str(error))))
@@ -194,6 +197,8 @@ class Goose3DCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
+        except ConfigError:
+            raise
         except (TypeError, ValueError) as report:
             cause = self._failures[-1] if self._failures else report.__cause__
             if cause is None:

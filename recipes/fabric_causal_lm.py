@@ -20,6 +20,7 @@ from lightning import Fabric
 from lightning.fabric.loggers import CSVLogger
 from lm import LlamaSize, StdlibText, build_llama, build_optimizer
 
+from goose_strategy import Goose3DFabricStrategy, PipelineConfig
 from goose_strategy.strategies.progress import TokenMeter
 
 
@@ -45,7 +46,11 @@ def main(settings: Settings) -> None:
     fabric = Fabric(
         accelerator=settings.accelerator,
         devices=settings.devices,
-        strategy="ddp",
+        strategy=Goose3DFabricStrategy(
+            tp=settings.tp,
+            pp=settings.pp,
+            pipeline=PipelineConfig(schedule="1F1B", num_microbatches=settings.num_microbatches),
+        ),
         loggers=CSVLogger(root_dir=folder.parent, name=folder.name, flush_logs_every_n_steps=1),
     )
     fabric.launch()
@@ -64,7 +69,7 @@ def main(settings: Settings) -> None:
     model, optimizer = fabric.setup(model, optimizer)
     model.train()
 
-    meter, replicas = TokenMeter(), fabric.world_size
+    meter, replicas = TokenMeter(), fabric.strategy.data_parallel_size
     meter.resume(time.perf_counter())
     for step, batch in enumerate(itertools.islice(loader, settings.max_steps)):
         loss = model(**batch).loss  # runs the whole pipeline schedule; equal on every rank

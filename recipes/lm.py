@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning as L  # noqa: N812
+import lightning as L
 import numpy as np
 from datasets import disable_progress_bars, load_dataset, load_from_disk
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
@@ -78,8 +78,7 @@ class CausalLM(L.LightningModule):
 class StdlibText(L.LightningDataModule):
     """The standard library's source, tokenized and packed into rows of ``sequence_length``.
 
-    ``folder`` keeps the tokenizer, the rows and the caches; ``batch_size`` is the number of rows
-    per data-parallel replica and step.
+    ``folder`` keeps tokenizer and rows; ``batch_size`` is rows per data-parallel replica and step.
     """
 
     def __init__(
@@ -110,11 +109,12 @@ class StdlibText(L.LightningDataModule):
         tokenizer = train_tokenizer(texts["text"], self.vocab_size)
         tokenizer.save_pretrained(str(self.folder / "tokenizer"))
 
+        length = self.sequence_length  # a closure over self could not be hashed for the cache
+
         def pack(documents: dict[str, list[str]]) -> dict[str, np.ndarray]:
             ids = tokenizer([text + END_OF_TEXT for text in documents["text"]])["input_ids"]
             stream = np.concatenate([np.asarray(row) for row in ids])
-            whole = len(stream) - len(stream) % self.sequence_length
-            rows = stream[:whole].reshape(-1, self.sequence_length)
+            rows = stream[: len(stream) // length * length].reshape(-1, length)
             return {"input_ids": rows, "labels": rows}
 
         splits = texts.train_test_split(test_size=0.05, seed=0)
@@ -138,8 +138,8 @@ class StdlibText(L.LightningDataModule):
 def source_files() -> list[str]:
     """Return the standard library's Python files in a fixed order."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = (path.relative_to(root) for path in sorted(root.rglob("*.py")))
-    return [str(root / path) for path in files if not SKIPPED_FOLDERS & set(path.parts)]
+    files = sorted(root.rglob("*.py"))
+    return [str(f) for f in files if not SKIPPED_FOLDERS & set(f.relative_to(root).parts)]
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
