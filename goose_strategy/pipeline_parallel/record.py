@@ -35,6 +35,7 @@ class Record:
         self.tokens: dict[int, int] = {}
         self.tensors: list[Tensor] = []
         self.known_at: list[int] = []
+        self.made_by: dict[int, int] = {}
         self.carried: set[int] = set()
         self.filled: dict[int, set[Path]] = {}
         self.reach: dict[int, Reach] = {}
@@ -56,8 +57,10 @@ class Record:
             for tensor in inputs.values():
                 self.token(tensor, layer)
             for tensor in tensors_in(returned).values():
+                token = self.token(tensor, layer + 1)
+                self.made_by.setdefault(token, layer)
                 # Other kinds of results than gradients (indices, masks) come from layers, too.
-                self.carried.add(self.token(tensor, layer + 1))
+                self.carried.add(token)
 
     def hidden(self, layer: int) -> Path:
         """Return where a layer takes what the layer before it returned."""
@@ -102,6 +105,7 @@ class Record:
                 differentiable=tensor.requires_grad,
                 carried=token in self.carried,
                 known_at=self.known_at[token],
+                made_by=self.made_by.get(token),
                 reach=self.reach.get(token, Reach()),
             )
             for token, tensor in enumerate(self.tensors)

@@ -41,6 +41,7 @@ class TensorFact:
         differentiable: Whether gradients flow through it (all parameters trained).
         carried: Whether a later stage cannot compute it itself.
         known_at: First layer before whose call it existed.
+        made_by: Layer that returned it; ``None`` for what was computed between layers.
         reach: What it was computed from.
     """
 
@@ -49,6 +50,7 @@ class TensorFact:
     differentiable: bool
     carried: bool
     known_at: int
+    made_by: int | None
     reach: Reach
 
 
@@ -214,19 +216,32 @@ class StackInfo:
         Returns:
             Names of parameters, the stage's layers' and others.
         """
-        seen = set(self.cut_tokens(first)) if first > 0 else set()
+        received = set(self.cut_tokens(first)) if first > 0 else set()
         names: set[str] = set()
-        at_end = end == self.num_layers
-        # What is passed through from the cut before was received, and is not computed again.
-        todo = [] if at_end else [t for t in self.cut_tokens(end) if t not in seen]
-        if at_end:
+        if end == self.num_layers:
             names |= self.outputs.parameters
             todo = list(self.outputs.tensors)
+        else:
+            # What only passes through is received and sent on.
+            todo = [token for token in self.cut_tokens(end) if token not in received]
+        seen: set[int] = set()
         while todo:
             token = todo.pop()
             if token in seen:
                 continue
             seen.add(token)
             names |= self.tensors[token].reach.parameters
-            todo += self.tensors[token].reach.tensors
+            injected = received & self._inputs_of_maker(token, first)
+            todo += self.tensors[token].reach.tensors - injected
         return frozenset(names)
+
+    def _inputs_of_maker(self, token: int, first: int) -> set[int]:
+        """Return the inputs of the layer that returned a tensor, if it is not before ``first``.
+
+        Only a layer's arguments can be replaced by what was received. Code between layers goes on
+        with what the replay has in its variables.
+        """
+        layer = self.tensors[token].made_by
+        if layer is None or layer < first:
+            return set()
+        return set(self.layers[layer].inputs.values())

@@ -120,7 +120,9 @@ class Toy(nn.Module):
         habit: ``"first_skip"`` adds the embeddings to the last hidden states; ``"middle_skip"``
             adds layer 0's output there; ``"looped"`` runs layer 1 twice; ``"reversed"`` runs the
             layers from the back; ``"pair"`` passes a mask that layer 0 made and the embeddings to
-            every layer; ``"filled"`` passes a dict to every layer, which layer 0 fills.
+            every layer; ``"filled"`` passes a dict to every layer, which layer 0 fills;
+            ``"pair_skip"`` passes the embeddings to every layer and adds them at the end, too;
+            ``"running_sum"`` passes the sum of all hidden states so far.
     """
 
     def __init__(self, habit: str = "", *, layers: int = 4) -> None:
@@ -133,7 +135,7 @@ class Toy(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> SimpleNamespace:
         first = hidden = self.embed(input_ids)
-        kept, mask = None, None
+        kept = mask = total = None
         layers, shared = list(self.layers), {}
         for index, layer in enumerate(layers[::-1] if self.habit == "reversed" else layers):
             if self.habit == "pair":
@@ -141,12 +143,17 @@ class Toy(nn.Module):
                 mask = made if made is not None else mask
             elif self.habit == "filled":
                 hidden = layer(hidden, shared=shared)
+            elif self.habit == "pair_skip":
+                hidden, _ = layer(hidden, extra=(first, 1))
+            elif self.habit == "running_sum":
+                total = hidden if index == 0 else total + hidden
+                hidden, _ = layer(hidden, extra=(total, 1))
             else:
                 hidden = layer(hidden)
             if self.habit == "looped" and index == 1:
                 hidden = layer(hidden)
             kept = hidden if index == 0 else kept
-        if self.habit == "first_skip":
+        if self.habit in ("first_skip", "pair_skip"):
             hidden = hidden + first
         if self.habit == "middle_skip":
             hidden = hidden + kept

@@ -180,8 +180,10 @@ def test_several_tensors_travel() -> None:
     assert pipeline.backward[0].shapes[0] == [(2, 6, 8), (2, 6, 8)]
 
 
-def test_a_head_that_recomputes_the_embeddings() -> None:
-    model = toy("first_skip")
+@pytest.mark.parametrize("habit", ["first_skip", "pair_skip"])
+def test_a_head_that_recomputes_the_embeddings(habit: str) -> None:
+    """In both cases the head reads the embeddings from a variable, though one receives them."""
+    model = toy(habit)
     pipeline = make_pipeline(model, 2, example={"input_ids": toy_batch()["input_ids"]})
     parts = split(toy_batch(), 2)
     pipeline.run(parts, train=True)

@@ -25,6 +25,7 @@ def fact(
         differentiable=carried and dtype.is_floating_point,
         carried=carried,
         known_at=known_at,
+        made_by=known_at - 1 if known_at > 0 else None,
         reach=reach or Reach(),
     )
 
@@ -33,13 +34,14 @@ def reach(*tensors: int, parameters: tuple[str, ...] = ()) -> Reach:
     return Reach(frozenset(tensors), frozenset(parameters))
 
 
-# Hidden states 0 -> 2 -> 3 through three layers; 1 is a mask, 4 an index that layer 0 returns.
+# Hidden states 0 -> 2 -> 3 -> 5 through three layers; 1 is a mask, 4 an index from layer 0.
 TENSORS = (
     fact(0, reach(parameters=("embed.weight",))),
     fact(0, carried=False),
     fact(1, reach(0, parameters=("layers.0.w",))),
     fact(2, reach(2, parameters=("layers.1.w",))),
     fact(1, dtype=torch.int64),
+    fact(3, reach(3, parameters=("layers.2.w",))),
 )
 
 
@@ -58,7 +60,7 @@ def info(third: dict[tuple[int | str, ...], int], outputs: Reach) -> StackInfo:
     )
 
 
-HEAD = reach(3, parameters=("layers.2.w", "head.weight"))
+HEAD = reach(5, parameters=("head.weight",))
 
 
 def test_what_is_sent_and_where_it_goes() -> None:
@@ -105,12 +107,32 @@ def test_an_index_that_skips_the_first_layer_is_refused() -> None:
     skipping.check_stage(0, 3)
 
 
-def test_a_skip_from_an_earlier_layer_is_refused() -> None:
-    stack = info({(0,): 3}, reach(3, 2, parameters=("layers.2.w",)))
-    stack.check_stage(1, 3)
-    message = r"cut before layers\.2: .*the model's head depends on layers\.[01]\.w"
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_skip_from_an_earlier_layer_is_refused(first: int) -> None:
+    """Even if the stage receives that very tensor: the head reads a variable, not an argument."""
+    stack = info({(0,): 3}, reach(5, 2, parameters=("head.weight",)))
+    message = rf"cut before layers\.{first}: .*the model's head depends on layers\.[01]\.w"
     with pytest.raises(PlanError, match=message):
-        stack.check_stage(2, 3)
+        stack.check_stage(first, 3)
+
+
+def test_a_sum_kept_between_layers_is_refused() -> None:
+    """Tensor 6 is made between the layers from 3, which layer 2 takes, and goes into layer 3."""
+    stack = info({(0,): 3}, HEAD)
+    kept = fact(3, reach(3))
+    assert kept.made_by is not None
+    kept = dataclasses.replace(kept, made_by=None)
+    fourth = LayerCall("layers.3", {(0,): 5, ("kept",): 6}, (0,), frozenset(), Place.HIDDEN)
+    stack = dataclasses.replace(
+        stack,
+        layers=(*stack.layers, fourth),
+        tensors=(*TENSORS, kept, fact(4, reach(5, 6, parameters=("layers.3.w",)))),
+        outputs=reach(7, parameters=("head.weight",)),
+    )
+    stack.check_stage(3, 4)
+    stack.check_stage(1, 4)
+    with pytest.raises(PlanError, match=r"cut before layers\.2: .*head depends on layers\.[01]\.w"):
+        stack.check_stage(2, 4)
 
 
 def test_a_container_that_earlier_layers_fill_is_refused() -> None:

@@ -189,6 +189,7 @@ def test_the_end_of_a_stage_is_no_exception_to_a_model() -> None:
     ("habit", "what"),
     [
         ("middle_skip", "the model's head depends on"),
+        ("running_sum", "the model's head depends on"),
         ("filled", r"layers\.2 takes shared\['first'\], which they fill"),
     ],
 )
