@@ -41,7 +41,9 @@ def whole(**named: object) -> None:
     """
     for name, value in named.items():
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{name}={value!r} must be a whole number, not {type(value).__name__}.")
+            raise ConfigError(
+                f"{name}={value!r} must be a whole number, not {type(value).__name__}."
+            )
 
 
 def one_of(allowed: Iterable[object], **named: object) -> None:

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from goose_strategy.comm.collectives import all_gather_objects, all_reduce, broadcast_object
 from goose_strategy.errors import BatchError
-from goose_strategy.mesh.mesh import ParallelMesh
+
+if TYPE_CHECKING:
+    from goose_strategy.mesh.mesh import ParallelMesh
 
 Batch: TypeAlias = dict[str, Any]
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,9 @@ from goose_strategy.mesh.layout import MeshLayout
 from goose_strategy.mesh.mesh import ParallelMesh
 from goose_strategy.optim.clip import clip_grad_norm, clip_grad_value
 from goose_strategy.runtime.model import ShardedModel
-from goose_strategy.runtime.settings import RuntimeConfig
+
+if TYPE_CHECKING:
+    from goose_strategy.runtime.settings import RuntimeConfig
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 

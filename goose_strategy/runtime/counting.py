@@ -8,14 +8,17 @@ their number, so the number is summed over dp; the sum travels while the forward
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from goose_strategy.comm.collectives import Pending, all_reduce
-from goose_strategy.runtime.batch import Batch
 from goose_strategy.tensor_parallel.loss import valid_token_count
+
+if TYPE_CHECKING:
+    from goose_strategy.runtime.batch import Batch
 
 
 class TokenCount:

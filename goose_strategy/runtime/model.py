@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from goose_strategy.comm.collectives import all_gather_objects
-from goose_strategy.comm.watchdog import Watchdog
 from goose_strategy.data_parallel.reducer import Reducer
 from goose_strategy.errors import BatchError, ConfigError
-from goose_strategy.mesh.mesh import ParallelMesh
 from goose_strategy.optim.zero import ZeroShards
 from goose_strategy.pipeline_parallel.bridge import reaches_bridge
 from goose_strategy.runtime.batch import Batch, BatchGuard
-from goose_strategy.runtime.counting import TokenCount
 from goose_strategy.runtime.forward import DirectForward, PipelinedForward
 from goose_strategy.runtime.naming import (
     owners,
@@ -31,9 +28,18 @@ from goose_strategy.runtime.naming import (
     strip_placeholders,
 )
 from goose_strategy.runtime.pipeline import PipelineCall
-from goose_strategy.runtime.replicate import broadcast_buffers, equalize
-from goose_strategy.runtime.settings import RuntimeConfig
+from goose_strategy.runtime.replicate import (
+    broadcast_buffers,
+    equalize,
+    share_random_state,
+)
 from goose_strategy.runtime.surgery import Surgery, operate
+
+if TYPE_CHECKING:
+    from goose_strategy.comm.watchdog import Watchdog
+    from goose_strategy.mesh.mesh import ParallelMesh
+    from goose_strategy.runtime.counting import TokenCount
+    from goose_strategy.runtime.settings import RuntimeConfig
 
 
 class ShardedModel:
@@ -86,6 +92,7 @@ class ShardedModel:
         """Shard the module in place, patch its forward, attach the optimizers. Collective."""
         recorded = record_groups(self.module, optimizers)
         equalize(self.module, self.mesh)
+        share_random_state(self.mesh)
         self._surgery = operate(self.module, self.mesh, self.config, count=self._wait_count)
         self.module.to(self.mesh.device)
         self._install()

@@ -80,9 +80,7 @@ def strip_placeholders(optimizers: Sequence[Optimizer]) -> None:
             group["params"] = [p for p in group["params"] if p.numel()]
 
 
-def owners(
-    module: nn.Module, optimizers: Sequence[Optimizer]
-) -> dict[str, tuple[int, int]]:
+def owners(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, tuple[int, int]]:
     """Return name -> (index of the optimizer, index of its group) for every held parameter.
 
     Raises:

@@ -20,13 +20,13 @@ from goose_strategy.pipeline_parallel.bridge import attach_loss
 from goose_strategy.pipeline_parallel.engine import Engine, StepResult
 from goose_strategy.pipeline_parallel.links import connect_stages
 from goose_strategy.pipeline_parallel.microbatch import split_batch
-from goose_strategy.pipeline_parallel.stage import PipelineStage
-from goose_strategy.runtime.batch import Batch
 from goose_strategy.runtime.counting import TokenCount
 
 if TYPE_CHECKING:
     from goose_strategy.comm.watchdog import Watchdog
     from goose_strategy.data_parallel.call import CallGrads
+    from goose_strategy.pipeline_parallel.stage import PipelineStage
+    from goose_strategy.runtime.batch import Batch
     from goose_strategy.runtime.model import ShardedModel
 
 

@@ -10,14 +10,17 @@ rank 0's values sent.
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from goose_strategy.comm.collectives import all_reduce, broadcast
+from goose_strategy.comm.collectives import all_gather_objects, all_reduce, broadcast
 from goose_strategy.errors import PlanError
 from goose_strategy.mesh.axis import MeshAxis
-from goose_strategy.mesh.mesh import ParallelMesh
+
+if TYPE_CHECKING:
+    from goose_strategy.mesh.mesh import ParallelMesh
 
 
 # The checksum widens to int64; in chunks, so that it never needs eight times a large embedding.
@@ -62,6 +65,23 @@ def equalize(module: nn.Module, mesh: ParallelMesh) -> int:
             stacklevel=2,
         )
     return len(different)
+
+
+def share_random_state(mesh: ParallelMesh) -> None:
+    """Give all tp ranks of a stage the random state of their first one, where they differ.
+
+    Dropout outside of the cut layers must drop the same elements on every tp rank; without a seed
+    every process starts from another state. Collective over the model replica.
+    """
+    if mesh.tp is None:
+        return
+    states = dict(all_gather_objects((mesh.rank, torch.get_rng_state()), mesh.model_control))
+    torch.set_rng_state(states[mesh.layout.axis_ranks(mesh.rank, MeshAxis.TP)[0]])
+    if mesh.device.type == "cuda":
+        here = (mesh.rank, torch.cuda.get_rng_state(mesh.device))
+        states = dict(all_gather_objects(here, mesh.model_control))
+        first = mesh.layout.axis_ranks(mesh.rank, MeshAxis.TP)[0]
+        torch.cuda.set_rng_state(states[first], mesh.device)
 
 
 def broadcast_buffers(module: nn.Module, mesh: ParallelMesh) -> None:
@@ -136,5 +156,3 @@ def _send_from_rank_zero(tensor: torch.Tensor, mesh: ParallelMesh) -> None:
         flat = staged.view(torch.uint8) if staged.dim() else staged.reshape(1).view(torch.uint8)
         broadcast(flat, source=0, group=mesh.control)
         tensor.copy_(staged)
-
-

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 
 from goose_strategy.checkpoint.agree import collect
 from goose_strategy.checkpoint.load import load_tensors
-from goose_strategy.checkpoint.manifest import EntryPath, LocalTensor
-from goose_strategy.checkpoint.opened import Checkpoint
 from goose_strategy.checkpoint.state import (
     OptimizerState,
     empty_optimizer_state,
@@ -35,15 +33,17 @@ from goose_strategy.optim.state import (
     named_optimizer_state,
     owned_ranges,
 )
-from goose_strategy.optim.zero import ZeroShards
-from goose_strategy.runtime.model import ShardedModel
+
+if TYPE_CHECKING:
+    from goose_strategy.checkpoint.manifest import EntryPath, LocalTensor
+    from goose_strategy.checkpoint.opened import Checkpoint
+    from goose_strategy.optim.zero import ZeroShards
+    from goose_strategy.runtime.model import ShardedModel
 
 Filter = Callable[[str, Any], bool]
 
 
-def model_tensors(
-    entry: str, model: ShardedModel, keep: Filter | None = None
-) -> list[LocalTensor]:
+def model_tensors(entry: str, model: ShardedModel, keep: Filter | None = None) -> list[LocalTensor]:
     """Describe this rank's weights and persistent buffers.
 
     Args:
@@ -60,9 +60,7 @@ def model_tensors(
     if keep is not None:
         weights = {name: tensor for name, tensor in weights.items() if keep(name, tensor)}
     aliases = {n: others for n, others in model.surgery.aliases.items() if n in weights}
-    return weight_tensors(
-        entry, weights, model.surgery.specs, mesh=model.mesh, aliases=aliases
-    )
+    return weight_tensors(entry, weights, model.surgery.specs, mesh=model.mesh, aliases=aliases)
 
 
 def identity_of(model: ShardedModel) -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +23,22 @@ from goose_strategy.compat.transformers import (
     tied_parameters,
 )
 from goose_strategy.errors import PlanError
-from goose_strategy.mesh.mesh import ParallelMesh
 from goose_strategy.mesh.shard import ShardSpec
 from goose_strategy.models.registry import plan_for
 from goose_strategy.pipeline_parallel.partition import partition_layers
 from goose_strategy.pipeline_parallel.probe import probe_model
 from goose_strategy.pipeline_parallel.stage import PipelineStage, cut_model
-from goose_strategy.runtime.settings import RuntimeConfig
 from goose_strategy.tensor_parallel.head import HeadSwitch, causal_lm_loss
-from goose_strategy.tensor_parallel.parallelize import head_switch, parallelize, undo
+from goose_strategy.tensor_parallel.parallelize import (
+    check_cut,
+    head_switch,
+    parallelize,
+    undo,
+)
+
+if TYPE_CHECKING:
+    from goose_strategy.mesh.mesh import ParallelMesh
+    from goose_strategy.runtime.settings import RuntimeConfig
 
 Count = Callable[[], Tensor | None]
 PLACEHOLDER = "goose_placeholder"
@@ -114,6 +122,10 @@ def operate(
     for second, first in tied_parameters(module).items():
         surgery.aliases.setdefault(first, []).append(second)
     plans = [plan_for(lm, config.tensor) if mesh.tp is not None else None for _, lm in models]
+    for (_, lm), plan in zip(models, plans, strict=True):
+        if plan is not None:
+            # Before the pipeline frees other stages' weights, so that a refusal changes nothing.
+            check_cut(lm, plan, mesh.tp_size)
     if mesh.pp_size > 1:
         _cut_depth(surgery, module, mesh, config)
     inside: dict[str, ShardSpec] = {}
@@ -162,9 +174,7 @@ def _cut_depth(
 ) -> None:
     prefix, lm = surgery.models[0]
     inside = {id(p) for p in lm.parameters()}
-    outside = [
-        n for n, p in module.named_parameters() if p.requires_grad and id(p) not in inside
-    ]
+    outside = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
     if outside:
         raise PlanError(
             f"pp={mesh.pp_size}: {len(outside)} trainable parameters (first: {outside[0]}) lie "

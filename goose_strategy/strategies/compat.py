@@ -11,10 +11,9 @@ import os
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as FabricScriptLauncher,
@@ -47,12 +46,15 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 )
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import ClusterEnvironment
+
 __all__ = [
-    "class_names",
     "BackwardSyncControl",
     "FabricScriptLauncher",
     "TrainerScriptLauncher",
     "all_gather_if_available",
+    "class_names",
     "connect_world",
     "default_pg_timeout",
     "distributed_is_initialized",
@@ -66,9 +68,7 @@ __all__ = [
 ]
 
 
-def set_world_ranks(
-    environment: ClusterEnvironment | None, *, rank: int, world_size: int
-) -> None:
+def set_world_ranks(environment: ClusterEnvironment | None, *, rank: int, world_size: int) -> None:
     """Tell the cluster environment and Lightning's rank-zero helpers who this process is."""
     if environment is None:
         return

@@ -203,9 +203,7 @@ class Goose3DStrategy(ParallelStrategy):
         return loader
 
     @override
-    def backward(
-        self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
-    ) -> None:
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         with self.runtime.backward(tensor):
             super().backward(tensor, module, *args, **kwargs)
 
@@ -279,7 +277,9 @@ class Goose3DStrategy(ParallelStrategy):
     ) -> dict[str, Any]:
         from goose_strategy.strategies.fabric_state import load_fabric_state
 
-        return load_fabric_state(self.runtime, path, state, strict=strict, weights_only=weights_only)
+        return load_fabric_state(
+            self.runtime, path, state, strict=strict, weights_only=weights_only
+        )
 
     @override
     def teardown(self) -> None:
@@ -294,9 +294,7 @@ class _SyncControl(compat.BackwardSyncControl):
         self._runtime = runtime
 
     @override
-    def no_backward_sync(
-        self, module: nn.Module, enabled: bool
-    ) -> AbstractContextManager[None]:
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return self._context(module, enabled)
 
     @contextmanager

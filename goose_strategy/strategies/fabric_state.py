@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from goose_strategy.checkpoint.load import open_checkpoint
-from goose_strategy.checkpoint.manifest import EntryPath, LocalTensor
 from goose_strategy.checkpoint.rng import RNG_KEY, gather_rng_states, scatter_rng_states
 from goose_strategy.checkpoint.save import Contents, save_checkpoint
 from goose_strategy.errors import CheckpointError
-from goose_strategy.runtime.core import ParallelRuntime
-from goose_strategy.runtime.model import ShardedModel
 from goose_strategy.runtime.state import (
     Filter,
     identity_of,
@@ -30,6 +27,11 @@ from goose_strategy.runtime.state import (
     optimizer_contents,
 )
 from goose_strategy.strategies import compat
+
+if TYPE_CHECKING:
+    from goose_strategy.checkpoint.manifest import EntryPath, LocalTensor
+    from goose_strategy.runtime.core import ParallelRuntime
+    from goose_strategy.runtime.model import ShardedModel
 
 
 def save_fabric_state(

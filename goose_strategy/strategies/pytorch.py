@@ -233,9 +233,7 @@ class Goose3DStrategy(ParallelStrategy):
 
     @contextmanager
     @override
-    def tensor_init_context(
-        self, empty_init: bool | None = None
-    ) -> Generator[None, None, None]:
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         # The whole model is built on the host, never on the device, which holds only a shard.
         with self.precision_plugin.tensor_init_context():
             yield
@@ -267,9 +265,7 @@ class Goose3DStrategy(ParallelStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        return super().optimizer_step(
-            compat.unwrap_optimizer(optimizer), closure, model, **kwargs
-        )
+        return super().optimizer_step(compat.unwrap_optimizer(optimizer), closure, model, **kwargs)
 
     @contextmanager
     @override
@@ -330,7 +326,11 @@ class Goose3DStrategy(ParallelStrategy):
         from goose_strategy.strategies.trainer_state import load_trainer_state
 
         return load_trainer_state(
-            self.runtime, self._module(), self.optimizers, checkpoint_path, weights_only=weights_only
+            self.runtime,
+            self._module(),
+            self.optimizers,
+            checkpoint_path,
+            weights_only=weights_only,
         )
 
     @override

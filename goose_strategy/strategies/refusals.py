@@ -28,9 +28,7 @@ def refuse_callbacks(trainer: Any) -> None:
     names = compat.class_names(trainer.callbacks)
     for name, reason in _REFUSED.items():
         if name in names:
-            raise ConfigError(
-                f"callback {name} does not work with strategy='goose3d': {reason}."
-            )
+            raise ConfigError(f"callback {name} does not work with strategy='goose3d': {reason}.")
 
 
 def refuse_twin_package(model: object) -> None:

@@ -41,5 +41,3 @@ def _build(module: str, arguments: dict[str, Any]) -> Any:
 
     strategy = importlib.import_module(module).Goose3DStrategy
     return strategy(**{**config_from_environment(), **arguments})
-
-

@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from goose_strategy.checkpoint.load import open_checkpoint
-from goose_strategy.checkpoint.manifest import EntryPath, LocalTensor
 from goose_strategy.checkpoint.rng import RNG_KEY, gather_rng_states, scatter_rng_states
 from goose_strategy.checkpoint.save import Contents, save_checkpoint
 from goose_strategy.errors import CheckpointError
-from goose_strategy.runtime.core import ParallelRuntime
-from goose_strategy.runtime.model import ShardedModel
 from goose_strategy.runtime.state import (
     identity_of,
     load_model_and_optimizers,
     model_tensors,
     optimizer_contents,
 )
+
+if TYPE_CHECKING:
+    from goose_strategy.checkpoint.manifest import EntryPath, LocalTensor
+    from goose_strategy.runtime.core import ParallelRuntime
+    from goose_strategy.runtime.model import ShardedModel
 
 WEIGHTS = "model"
 """Entry of the weights, under which Lightning's consolidation of a Trainer checkpoint looks."""
