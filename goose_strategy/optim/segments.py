@@ -164,17 +164,19 @@ class Shard:
             place.copy_(found[piece.slot.name][key].view(-1))
         return whole
 
+    def _written(self) -> Tensor:
+        """Return where the weights are not the rounded main weights; NaN is no difference."""
+        own = self.bucket.own_weights
+        return (self.main.to(own.dtype) != own) & (own == own)
+
     def differs(self) -> Tensor:
-        """Return whether the weights are no longer the rounded main weights, a bool scalar."""
-        rounded = self.main.to(self.bucket.own_weights.dtype)
-        bits = torch.int16
-        return (rounded.view(bits) != self.bucket.own_weights.view(bits)).any()
+        """Return whether the weights were written since they were published, a bool scalar."""
+        return self._written().any()
 
     def rebuild_main(self) -> None:
-        """Take over the weights wherever they are not the rounded main weights."""
+        """Take over the weights wherever they were written; the low bits of others stay."""
         own = self.bucket.own_weights
-        same = self.main.to(own.dtype).view(torch.int16) == own.view(torch.int16)
-        self.main.copy_(torch.where(same, self.main, own.to(self.main.dtype)))
+        self.main.copy_(torch.where(self._written(), own.to(self.main.dtype), self.main))
 
     def publish(self) -> None:
         """Round the main weights into this rank's slice of the weights."""

@@ -169,7 +169,13 @@ class ZeroShards:
         """Put the slices and their gradients where torch's step looks for parameters."""
         self.prepare()
         self._absorb()
-        self._heed_outside_writes()
+        if self.take_over_weights():
+            warnings.warn(
+                "Weights were written from outside since the last step (load_state_dict, an "
+                "average, ...); the fp32 main weights were rebuilt from them where they differ.",
+                UserWarning,
+                stacklevel=2,
+            )
         groups: Groups = [[] for _ in self.optimizer.param_groups]
         self._stepped = []
         for shard in self.shards:
@@ -230,22 +236,21 @@ class ZeroShards:
 
     # -- main weights and states ---------------------------------------------------------------
 
-    def _heed_outside_writes(self) -> None:
-        """Rebuild fp32 main weights where somebody wrote to the weights since the last step."""
+    def take_over_weights(self) -> bool:
+        """Rebuild fp32 main weights where the weights are no longer their rounded values.
+
+        Returns:
+            Whether that was so anywhere in this rank's slices.
+        """
         separate = [shard for shard in self.shards if shard.separate]
         if not separate:
-            return
-        differs = torch.stack([shard.differs() for shard in separate]).tolist()
-        for shard, written in zip(separate, differs, strict=True):
-            if written:
+            return False
+        # The one value that the host reads in a step on a device.
+        written = torch.stack([shard.differs() for shard in separate]).tolist()
+        for shard, differs in zip(separate, written, strict=True):
+            if differs:
                 shard.rebuild_main()
-        if any(differs):
-            warnings.warn(
-                "Weights were written from outside since the last step (load_state_dict, an "
-                "average, ...); the fp32 main weights were rebuilt from them where they differ.",
-                UserWarning,
-                stacklevel=2,
-            )
+        return any(written)
 
     def _absorb(self) -> None:
         """Slice a state that was loaded into the optimizer for whole parameters."""

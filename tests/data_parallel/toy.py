@@ -51,7 +51,9 @@ class Toy(nn.Module):
 
 def toy(dtype: torch.dtype = torch.float64, *, branches: int = 2) -> Toy:
     torch.manual_seed(3)
-    return Toy(branches=branches).to(dtype)
+    model = Toy(branches=branches)
+    nn.init.normal_(model.norm.bias, std=0.1)
+    return model.to(dtype)
 
 
 def batch(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
