@@ -119,6 +119,7 @@ class Bucket:
 
     def release(self) -> None:
         """Give every parameter a storage of its own again; gradients are dropped."""
+        self.grads.alive = False
         for slot in self.slots:
             param = slot.param
             param.grad = None

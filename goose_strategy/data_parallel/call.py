@@ -109,7 +109,8 @@ class Calls:
         """Add ``factor`` times the call's gradients to ``p.grad``.
 
         Raises:
-            RuntimeError: If the call was released before, or a call is running.
+            RuntimeError: If the call was released before, a call is running, or parameters moved
+                to another bucket since.
         """
         if call.released:
             raise RuntimeError(
@@ -118,6 +119,11 @@ class Calls:
             )
         if self._current is not None:
             raise RuntimeError("a pipelined call was released while a call is running")
+        if not all(buffer.alive for buffer, _ in call.parts):
+            raise RuntimeError(
+                "the parameters of a pipelined call were grouped anew before its backward; add "
+                "parameter groups, and unfreeze parameters, before the model is called."
+            )
         call.released = True
         while call.parts:
             buffer, stash = call.parts.pop(0)

@@ -73,7 +73,7 @@ class Rounds:
 
     def _exchange_used(self) -> None:
         """Attach the gradient of parameters that only other replicas used."""
-        if self._mesh.dp is None:
+        if self._mesh.dp is None or not self.buckets:
             return
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         absent = [i for i, slot in enumerate(slots) if slot.param.grad is None]

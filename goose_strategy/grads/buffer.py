@@ -94,6 +94,7 @@ class GradBuffer:
         slots: The parameters, in the order of their elements.
         state: See the module's docstring.
         closed: Whether `open` must be called before autograd may accumulate into a view.
+        alive: Whether the parameters still have their gradients here.
     """
 
     __slots__ = (
@@ -101,6 +102,7 @@ class GradBuffer:
         "_primary",
         "_replicas",
         "_tenant",
+        "alive",
         "closed",
         "flat",
         "own",
@@ -140,6 +142,7 @@ class GradBuffer:
         self._primary = primary
         self.state = GradState.EMPTY
         self.closed = True
+        self.alive = True
         self._pending: Pending | None = None
         self._tenant: weakref.ref[Stash] | None = None
 

@@ -66,13 +66,17 @@ def clip_grad_norm(
     if not norm_type > 0:
         raise ConfigError(f"norm_type={norm_type} must be greater than 0, or inf.")
     buckets = [bucket for source in sources for bucket in source.gradient_buckets()]
-    norm = _global_norm(buckets, mesh, norm_type, _take_factors(sources))
+    shares = _shares(buckets, mesh, norm_type, _take_factors(sources))
+    norm = _combined(shares[:, 0], norm_type)
+    norm = norm if math.isinf(norm_type) else norm ** (1.0 / norm_type)
+    # The host looks at the numbers where that is free, and on a device if it was asked to.
+    if error_if_nonfinite or shares.device.type == "cpu":
+        _check_factors(shares[:, 1].tolist())
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they "
             "cannot be clipped; none was changed. Pass error_if_nonfinite=False to go on."
         )
-    # Asked of all parameters, because a stage may have no gradient at all.
     wide = any(reducer.wide for reducer in map(_reducer_of, sources) if reducer is not None)
     norm = norm if wide else norm.float()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -114,27 +118,24 @@ def gradient_runs(bucket: Bucket) -> list[Tensor]:
     return [grads.flat[first:last] for first, last in runs]
 
 
-def _global_norm(
+def _shares(
     buckets: Iterable[Bucket], mesh: ParallelMesh, norm_type: float, factors: float | Tensor
 ) -> Tensor:
-    """Return the norm in fp64; check that all ranks released with the same factors."""
-    runs = [
-        run
+    """Gather two numbers of every rank, ``[world, 2]`` in fp64: its part of the norm, its factors.
+
+    Every rank adds the parts up in the same order, so that all obtain the same bits.
+    """
+    parts = [
+        _power_sum(run, norm_type)
         for bucket in buckets
         if bucket.key.tie_owner and (mesh.tp_rank == 0 or not bucket.key.tp_replicated)
         for run in gradient_runs(bucket)
     ]
-    parts = [_power_sum(run, norm_type) for run in runs]
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    # One message of two numbers per rank: its share of the norm, and its factors.
-    mine = torch.stack([_combined(parts, norm_type, zero), zero + factors])
+    mine = torch.stack([_combined(torch.stack([zero, *parts]), norm_type), zero + factors])
     everyone = mine.new_empty(mesh.layout.world_size * 2)
     all_gather_flat(everyone, mine, mesh.world).wait()
-    table = everyone.view(-1, 2)
-    if isinstance(factors, Tensor) or factors != 0.0:
-        _check_factors(table[:, 1])
-    total = _combined(list(table[:, 0]), norm_type, zero)
-    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+    return everyone.view(-1, 2)
 
 
 def _power_sum(run: Tensor, norm_type: float) -> Tensor:
@@ -149,11 +150,8 @@ def _power_sum(run: Tensor, norm_type: float) -> Tensor:
     return norms.double().pow(norm_type).sum()
 
 
-def _combined(parts: list[Tensor], norm_type: float, zero: Tensor) -> Tensor:
-    if not parts:
-        return zero
-    stacked = torch.stack(parts)
-    return stacked.max() if math.isinf(norm_type) else stacked.sum()
+def _combined(parts: Tensor, norm_type: float) -> Tensor:
+    return parts.max() if math.isinf(norm_type) else parts.sum()
 
 
 def _take_factors(sources: Iterable[GradientSource]) -> float | Tensor:
@@ -170,10 +168,9 @@ def _reducer_of(source: GradientSource) -> Reducer | None:
     return found if isinstance(found, Reducer) else None
 
 
-def _check_factors(factors: Tensor) -> None:
-    values = factors.tolist()
-    if len(set(values)) > 1:
+def _check_factors(factors: list[float]) -> None:
+    if len(set(factors)) > 1:
         raise BatchError(
-            f"ranks multiplied the loss of a pipelined call by different factors, {values} by "
+            f"ranks multiplied the loss of a pipelined call by different factors, {factors} by "
             "rank; the loss must be scaled equally on all ranks."
         )

@@ -269,6 +269,10 @@ def _misuse(ctx: Context, how: str) -> None:
         first = driver.call(losses(driver, 0))
         reducer.begin_call(sync=True)
         reducer.release(first)
+    elif how == "regrouped":
+        call = driver.call(losses(driver, 0))
+        reducer._dissolve(reducer.buckets)
+        reducer.release(call)
     elif how == "stepped within":
         reducer.begin_call(sync=True)
         driver.optimizer.step()
@@ -284,6 +288,7 @@ def _misuse(ctx: Context, how: str) -> None:
         ("began twice", "before the previous one ended"),
         ("ended another", "another call than the one that is running"),
         ("released within", "released while a call is running"),
+        ("regrouped", "were grouped anew before its backward"),
         ("stepped within", "while a pipelined call is running"),
     ],
 )

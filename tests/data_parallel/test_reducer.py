@@ -17,6 +17,7 @@ from goose_strategy.data_parallel.config import ZeroConfig
 from goose_strategy.data_parallel.reducer import Reducer
 from goose_strategy.errors import ConfigError
 from goose_strategy.grads.buffer import GradState
+from goose_strategy.optim.clip import clip_grad_norm
 from tests.data_parallel import toy
 from tests.data_parallel.toy import STEPS, Plain, Sharded, Trace, adamw, assert_same, batch
 from tests.harness.worker import Context
@@ -294,6 +295,46 @@ def _shared(ctx: Context) -> int:
 
 def test_a_shared_parameter_counts_once() -> None:
     assert run_ranks(_shared, 1) == [3]
+
+
+def _summed(ctx: Context) -> float:
+    model, mesh = toy.toy(branches=1), toy.make_mesh(ctx.world_size)
+    named = list(model.named_parameters())
+    reducer = Reducer(named, {}, mesh, config=ZeroConfig(), average=False, owner_of={})
+    for sync in (True, False, True):
+        reducer.sync = sync
+        rows = batch(0).chunk(ctx.world_size)[ctx.rank]
+        model(rows).square().sum().backward()
+        reducer.finish_backward()
+    plain = toy.toy(branches=1)
+    for _ in range(3):
+        plain(batch(0)).square().sum().backward()
+    mine = reducer.full_gradients()
+    reducer.close()
+    mesh.close()
+    return toy.largest_gap(mine, {n: p.grad for n, p in plain.named_parameters()})
+
+
+def test_gradients_may_be_summed_instead_of_averaged() -> None:
+    assert max(run_ranks(_summed, 4)) < 1e-12
+
+
+def _nothing_to_train(ctx: Context) -> float:
+    model, mesh = toy.toy().requires_grad_(False), toy.make_mesh(ctx.world_size)
+    named = list(model.named_parameters())
+    reducer = Reducer(named, {}, mesh, config=ZeroConfig(), average=True, owner_of={})
+    reducer.finish_backward()
+    call = reducer.end_call(reducer.begin_call(sync=True))
+    reducer.release(call, 0.5)
+    norm = clip_grad_norm([reducer], mesh, 1.0).item()
+    assert reducer.full_gradients() == {}
+    reducer.close()
+    mesh.close()
+    return norm
+
+
+def test_a_stage_may_have_nothing_to_train() -> None:
+    assert run_ranks(_nothing_to_train, 2) == [0.0, 0.0]
 
 
 def _complex(ctx: Context) -> None:
