@@ -1,39 +1,43 @@
-"""Train one case on a mesh of ranks and put the pieces together as one process would have them.
+"""Run one case on a mesh of ranks and in one process, and compare every number.
 
 Every rank returns its gradients and parameters with the box of the whole tensor that each fills;
-the parent assembles them, checks that copies of the same box are bitwise equal, and compares with
-a run in one process.
+the parent puts them together, checks that copies of the same box are bitwise equal, that all ranks
+returned the same losses and norms and made the same launches, and compares with one process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from functools import cache
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from goose_strategy.comm.collectives import all_gather_objects
-from goose_strategy.comm.recorder import Recorder, recording
-from goose_strategy.mesh.shard import ShardSpec
+from goose_strategy.comm.recorder import Recorder, mismatches, recording
+from goose_strategy.mesh.mesh import ParallelMesh
 from goose_strategy.optim.config import ZeroConfig
 from goose_strategy.pipeline_parallel.config import PipelineConfig
 from goose_strategy.runtime.core import ParallelRuntime
 from goose_strategy.runtime.settings import RuntimeConfig
-from tests.harness.compare import (
-    Reference,
-    adamw,
-    assert_close_named,
-    assert_close_numbers,
-    reference_run,
-)
-from tests.harness.models import Batch, Family, batches, rows_of, tiny_model
+from tests.harness.compare import assert_close_named, assert_close_numbers, relative_error
+from tests.harness.models import Batch, Family, batches, tiny_model
 from tests.harness.worker import Context
 from tests.harness.world import run_ranks
+from tests.parity.session import INF, MeshSession, OneProcess, Pieces, Record, Session
 
 DEADLINE = timedelta(seconds=40)
+
+# What is frozen: some of a stage, the whole first of two stages, and holes in the middle.
+EARLY = ("model.embed_tokens", "model.layers.0.")
+FIRST_HALF = ("model.embed_tokens", "model.layers.0.", "model.layers.1.")
+HOLES = ("model.layers.1.mlp", "model.layers.2.self_attn.q_proj", "model.norm")
+
+Scenario: TypeAlias = Callable[[Session, "Case"], None]
+Plant: TypeAlias = Callable[[ParallelMesh], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,11 @@ class Case:
         max_norm: Clip to this.
         frozen: Prefixes of frozen parameters.
         steps: Optimizer steps.
+        rows: Of every global batch.
         dtype: Of the weights.
         autocast: Type of mixed precision, or ``None``.
         settings: Further arguments of the model's config.
+        pipeline: Further arguments of the pipeline's config.
     """
 
     family: Family = "llama"
@@ -62,49 +68,86 @@ class Case:
     pp: int = 1
     dp: int = 1
     schedule: str = "1F1B"
-    microbatches: int = 2
+    microbatches: int | None = 3
     tied: bool = False
     accumulate: int = 1
-    max_norm: float | None = None
+    max_norm: float = INF
     frozen: tuple[str, ...] = ()
     steps: int = 5
+    rows: int = 8
     dtype: torch.dtype = torch.float64
     autocast: torch.dtype | None = None
     settings: tuple[tuple[str, Any], ...] = ()
+    pipeline: tuple[tuple[str, Any], ...] = ()
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.tp * self.pp * self.dp
 
-    def __str__(self) -> str:
+    @property
+    def alone(self) -> Case:
+        """The same in one process."""
+        # A mesh of four tp ranks needs four kv heads; one process takes the same model.
+        tp = 4 if self.tp == 4 else 1
+        return replace(self, tp=tp, pp=1, dp=1, schedule="1F1B", microbatches=1, pipeline=())
+
+    @property
+    def mesh_name(self) -> str:
+        """Sizes and schedule, such as ``"tp2-pp2-GPipe"``."""
         sizes = [(n, getattr(self, n)) for n in ("tp", "pp", "dp") if getattr(self, n) > 1]
-        words = [self.family, *(f"{name}{size}" for name, size in sizes)]
-        words += [self.schedule] if self.pp > 1 else []
+        name = "-".join(f"{name}{size}" for name, size in sizes) or "alone"
+        return f"{name}-{self.schedule}" if self.pp > 1 else name
+
+    def __str__(self) -> str:
+        words = [self.family, self.mesh_name]
         words += ["tied"] if self.tied else []
+        words += ["clip"] if self.max_norm < INF else []
         words += [f"accumulate{self.accumulate}"] if self.accumulate > 1 else []
-        words += [f"clip{self.max_norm}"] if self.max_norm is not None else []
         words += ["frozen"] if self.frozen else []
         return "-".join(words)
 
-    def model(self, dtype: torch.dtype | None = None) -> nn.Module:
+    def model(self) -> nn.Module:
         """Build the model, with what is frozen."""
-        heads = 4
         model = tiny_model(
             self.family,
             tied=self.tied,
-            dtype=dtype or self.dtype,
-            heads=heads,
+            dtype=self.dtype,
             kv_heads=4 if self.tp == 4 else 2,
             **dict(self.settings),
         )
         for name, param in model.named_parameters():
-            param.requires_grad_(not name.startswith(self.frozen) if self.frozen else True)
+            param.requires_grad_(not (self.frozen and name.startswith(self.frozen)))
         return model
 
     def batches(self) -> list[Batch]:
-        """Return the global batches of all steps."""
-        return batches(self.steps * self.accumulate, batch_size=max(4, 2 * self.dp))
+        """Return the global batches of all calls."""
+        return batches(self.steps * self.accumulate, batch_size=self.rows)
+
+    def config(self) -> RuntimeConfig:
+        """Return the settings of the mesh; buckets are small, so that there are several."""
+        pipeline: dict[str, Any] = dict(self.pipeline)
+        return RuntimeConfig(
+            tp=self.tp,
+            pp=self.pp,
+            pipeline=PipelineConfig(
+                schedule=self.schedule,  # type: ignore[arg-type]
+                num_microbatches=self.microbatches,
+                **pipeline,
+            ),
+            zero=ZeroConfig(bucket_numel=4096),
+        )
+
+
+def train(session: Session, case: Case) -> None:
+    """Train for the case's steps: the scenario of the grid."""
+    for index, batch in enumerate(case.batches(), start=1):
+        last = index % case.accumulate == 0
+        with session.accumulating(not last):
+            loss = session.loss(batch)
+            session.backward(loss / case.accumulate)
+        if last:
+            session.step(case.max_norm)
 
 
 @dataclass
@@ -112,86 +155,69 @@ class Run:
     """What a mesh of ranks computed, put together.
 
     Attributes:
-        losses: Per call, of every rank.
-        norms: Per step.
+        losses: Per call, the same on all ranks.
+        norms: Per step, the same on all ranks.
         gradients: Per step, whole tensors by name.
         parameters: After the last step, whole tensors by name.
+        logits: Per replica, what the scenario kept.
+        recorders: The launches of every rank.
     """
 
-    losses: list[list[float]] = field(default_factory=list)
-    norms: list[list[float]] = field(default_factory=list)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[str, Tensor]]
+    parameters: dict[str, Tensor]
+    logits: list[list[Tensor]] = field(default_factory=list)
+    recorders: list[Recorder] = field(default_factory=list)
 
 
-Pieces = dict[str, tuple[ShardSpec, Tensor]]
-
-
-def train_rank(ctx: Context, case: Case) -> dict[str, Any]:
-    """Train the case on one rank; runs inside a world."""
-    config = RuntimeConfig(
-        tp=case.tp,
-        pp=case.pp,
-        pipeline=PipelineConfig(schedule=case.schedule, num_microbatches=case.microbatches),
-        zero=ZeroConfig(bucket_numel=4096),
-    )
-    runtime = ParallelRuntime(config)
+def mesh_rank(
+    ctx: Context, case: Case, scenario: Scenario, plant: Plant | None
+) -> tuple[Record, Recorder]:
+    """Run a scenario on one rank of the case's mesh; runs inside a world."""
+    runtime = ParallelRuntime(case.config())
     runtime.start(torch.device("cpu"), timeout=DEADLINE)
-    recorder = Recorder()
     try:
-        with recording(recorder):
-            out = _train(runtime, case)
+        planted = nullcontext() if plant is None else plant(runtime.mesh)
+        with recording(Recorder()) as recorder, planted:
+            session = MeshSession(runtime, case.model(), case.autocast)
+            scenario(session, case)
+            record = session.finish()
     finally:
         runtime.stop()
-    return out
+    return record, recorder
 
 
-def _train(runtime: ParallelRuntime, case: Case) -> dict[str, Any]:
-    model = case.model()
-    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
-    handle = runtime.shard_module(model, optimizers=[optimizer])
-    mesh = runtime.mesh
-    out: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
-    for index, batch in enumerate(case.batches(), start=1):
-        mine = rows_of(batch, mesh.dp_rank, mesh.dp_size)
-        last = index % case.accumulate == 0
-        with runtime.no_sync(model, enabled=not last):
-            with torch.autocast("cpu", case.autocast, enabled=case.autocast is not None):
-                loss = model(**mine).loss
-            scaled = loss / case.accumulate
-            with runtime.backward(scaled):
-                scaled.backward()
-        out["losses"].append(loss.item())
-        if not last:
-            continue
-        assert handle.reducer is not None
-        out["gradients"].append(_pieces(handle.reducer.full_gradients(), handle.surgery.specs))
-        limit = float("inf") if case.max_norm is None else case.max_norm
-        out["norms"].append(runtime.clip_grad_norm(optimizer, limit).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    params = {name: p.detach() for name, p in model.named_parameters()}
-    out["parameters"] = _pieces(params, handle.surgery.specs)
-    return out
+def run_case(case: Case, scenario: Scenario = train, plant: Plant | None = None) -> Run:
+    """Run a scenario on the case's mesh.
+
+    Args:
+        case: The case.
+        scenario: A top-level function.
+        plant: A top-level function of the mesh; returns a context in which an error is planted.
+    """
+    ranks = run_ranks(mesh_rank, case.world_size, case, scenario, plant)
+    records: list[Record] = [record for record, _ in ranks]
+    first = records[0]
+    for rank, record in enumerate(records):
+        for kind in ("losses", "norms"):
+            mine, theirs = getattr(record, kind), getattr(first, kind)
+            assert mine == theirs, f"{kind} of rank {rank} and of rank 0 differ: {mine}, {theirs}"
+    stages = case.tp * case.dp
+    return Run(
+        losses=first.losses,
+        norms=first.norms,
+        gradients=[
+            assemble([record.gradients[step] for record in records], f"gradients of step {step}")
+            for step in range(len(first.gradients))
+        ],
+        parameters=assemble([record.parameters for record in records], "parameters"),
+        logits=[record.logits for record in records[: stages : case.tp]],
+        recorders=[recorder for _, recorder in ranks],
+    )
 
 
-def _pieces(tensors: dict[str, Tensor], specs: dict[str, ShardSpec]) -> Pieces:
-    return {name: (specs[name], tensor.clone()) for name, tensor in tensors.items()}
-
-
-def run_case(case: Case) -> Run:
-    """Train a case on its mesh."""
-    ranks = run_ranks(train_rank, case.world_size, case)
-    run = Run()
-    run.losses = [rank["losses"] for rank in ranks]
-    run.norms = [rank["norms"] for rank in ranks]
-    steps = len(ranks[0]["gradients"])
-    run.gradients = [assemble([rank["gradients"][s] for rank in ranks]) for s in range(steps)]
-    run.parameters = assemble([rank["parameters"] for rank in ranks])
-    return run
-
-
-def assemble(ranks: list[Pieces]) -> dict[str, Tensor]:
+def assemble(ranks: Sequence[Pieces], what: str) -> dict[str, Tensor]:
     """Put the ranks' pieces together; copies of one box must be bitwise equal."""
     whole: dict[str, Tensor] = {}
     filled: dict[str, Tensor] = {}
@@ -201,33 +227,28 @@ def assemble(ranks: list[Pieces]) -> dict[str, Tensor]:
             if target not in whole:
                 whole[target] = torch.zeros(spec.global_shape, dtype=tensor.dtype)
                 filled[target] = torch.zeros(spec.global_shape, dtype=torch.bool)
-            place = tuple(
-                slice(at, at + length)
-                for at, length in zip(spec.offsets, spec.local_shape, strict=True)
-            )
-            seen = filled[target][place]
-            if seen.numel() and bool(seen.all()):
+            box = zip(spec.offsets, spec.local_shape, strict=True)
+            place = tuple(slice(at, at + length) for at, length in box)
+            if filled[target][place].any():
                 equal = torch.equal(whole[target][place], tensor)
-                assert equal, f"two ranks hold different values of {name}"
+                assert equal, f"{what}: two ranks hold different values of {name}"
             whole[target][place] = tensor
             filled[target][place] = True
     for name, mask in filled.items():
-        assert bool(mask.all()), f"{name} was not covered by the ranks"
+        assert mask.all(), f"{what}: {name} was not covered by the ranks"
     return whole
 
 
-def reference_of(case: Case) -> Reference:
-    """Train the case in one process."""
-    one = replace(case, tp=1, pp=1, dp=1)
-    if case.tp == 4:
-        one = replace(one, settings=(*case.settings, ("num_key_value_heads", 4)))
-    return reference_run(
-        one.model(torch.float64),
-        case.batches(),
-        accumulate=case.accumulate,
-        max_norm=case.max_norm,
-        optimizer=partial(adamw),
-    )
+def reference_of(case: Case, scenario: Scenario = train) -> Record:
+    """Run a scenario in this process in fp64, from the case's own (perhaps rounded) weights."""
+    return _reference(case.alone, scenario)
+
+
+@cache
+def _reference(case: Case, scenario: Scenario) -> Record:
+    session = OneProcess(case.model().double(), main=torch.float64)
+    scenario(session, case)
+    return session.finish()
 
 
 @dataclass(frozen=True)
@@ -239,19 +260,62 @@ class Bounds:
     parameter: float = 1e-9
 
 
-def assert_parity(case: Case, bounds: Bounds = Bounds()) -> None:
-    """Train a case on its mesh and in one process, and compare everything."""
-    reference = reference_of(case)
-    run = run_case(case)
-    for losses in run.losses:
-        assert_close_numbers(losses, reference.losses, bounds.loss)
-    for norms in run.norms:
-        assert_close_numbers(norms, reference.norms, bounds.loss)
-    for mine, theirs in zip(run.gradients, reference.gradients, strict=True):
-        assert_close_named(mine, theirs, bounds.gradient)
-    assert_close_named(run.parameters, reference.parameters, bounds.parameter)
+FP64 = Bounds()
 
 
-def gathered(value: object, group: Any) -> list[object]:
-    """Return a value of every rank."""
-    return all_gather_objects(value, group)
+def assert_parity(
+    case: Case,
+    bounds: Bounds = FP64,
+    *,
+    scenario: Scenario = train,
+    plant: Plant | None = None,
+) -> Run:
+    """Run a scenario on the case's mesh and in one process, and compare everything.
+
+    Args:
+        case: The case.
+        bounds: How far both may be apart.
+        scenario: What is run.
+        plant: An error to plant; see :func:`run_case`.
+
+    Returns:
+        What the mesh computed.
+
+    Raises:
+        AssertionError: Saying what differs first: losses, norms, gradients, parameters, logits,
+            or launches.
+    """
+    reference = reference_of(case, scenario)
+    run = run_case(case, scenario, plant)
+    with about("losses"):
+        assert_close_numbers(run.losses, reference.losses, bounds.loss)
+    for step, (mine, theirs) in enumerate(zip(run.gradients, reference.gradients, strict=True)):
+        with about(f"gradients of step {step}"):
+            assert_close_named(mine, theirs, bounds.gradient)
+    with about("norms"):
+        assert_close_numbers(run.norms, reference.norms, bounds.loss)
+    with about("parameters"):
+        assert_close_named(run.parameters, reference.parameters, bounds.parameter)
+    with about("logits"):
+        assert_close_logits(run.logits, reference.logits, bounds.loss)
+    differing = mismatches(dict(enumerate(run.recorders)))
+    assert not differing, f"launches: {differing[0]}"
+    return run
+
+
+def assert_close_logits(replicas: list[list[Tensor]], reference: list[Tensor], rel: float) -> None:
+    """Compare the logits of every replica's rows with those rows of one process."""
+    for dp_rank, replica in enumerate(replicas):
+        assert len(replica) == len(reference), (len(replica), len(reference))
+        for mine, whole in zip(replica, reference, strict=True):
+            error = relative_error(mine, whole.chunk(len(replicas))[dp_rank])
+            assert error <= rel, f"replica {dp_rank} is {error:.3e} off, rel={rel:g}"
+
+
+@contextmanager
+def about(what: str) -> Iterator[None]:
+    """Say what an assertion was about."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from error
