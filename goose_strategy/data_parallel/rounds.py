@@ -2,8 +2,8 @@
 
 A round begins in the hooks of a backward and ends with `Rounds.finish`, which also tells every
 rank which parameters anybody used. ``DistributedDataParallel`` has that bitmap only with
-``find_unused_parameters=True`` and then walks the graph; here a rank that used all its parameters
-neither waits for it nor reads it.
+``find_unused_parameters=True`` and then walks the graph; here it is one small message, and a rank
+that used all its parameters does not read it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from goose_strategy.comm.collectives import DONE, Pending, all_reduce
+from goose_strategy.comm.collectives import all_reduce
 from goose_strategy.grads.buffer import GradSlot, GradState
 from goose_strategy.grads.ready import ReadyCounter
 
@@ -35,14 +35,10 @@ class Rounds:
         self.buckets: list[Bucket] = []
         self.ready = ReadyCounter([], launch=self._launch, idle=self._idle)
         self._used = torch.ones(0, dtype=torch.int64)
-        self._travelling = self._used
-        self._pending: Pending = DONE
         self.set_buckets(buckets)
 
     def set_buckets(self, buckets: list[Bucket]) -> None:
         """Replace the buckets; the hooks have to be installed anew, with the new counter."""
-        self._pending.wait()
-        self._pending = DONE
         self.buckets = buckets
         for index, bucket in enumerate(buckets):
             bucket.index = index
@@ -78,20 +74,18 @@ class Rounds:
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         absent = [i for i, slot in enumerate(slots) if slot.param.grad is None]
         # All ones stay all ones under max, so a rank that used everything reuses one tensor.
-        self._pending.wait()
         used = self._used
         if absent:
             used = used.clone()
             used[absent] = 0
-        self._travelling = used
-        self._pending = all_reduce(used, self._mesh.dp, op="max", async_op=True)
+        # Every rank waits, or one that goes on to another communicator could wait there for one
+        # that waits here. On a device that is the stream's affair, not the host's.
+        all_reduce(used, self._mesh.dp, op="max")
         waiting = [i for i in absent if slots[i].param.requires_grad]
         if waiting:
             self._attach_used(used, slots, waiting)
 
     def _attach_used(self, used: Tensor, slots: list[GradSlot], waiting: list[int]) -> None:
-        self._pending.wait()
-        self._pending = DONE
         for index, flag in zip(waiting, used[waiting].tolist(), strict=True):
             if flag:
                 slots[index].param.grad = slots[index].view
