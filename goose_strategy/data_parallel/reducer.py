@@ -39,6 +39,9 @@ class Reducer:
     `last_backward` before the last of them, `end_call`, and `release` when the user's backward
     comes. Both end in `finalize` before gradients are clipped or stepped.
 
+    After a sum over dp, only this rank's slice of each bucket holds it: elsewhere ``p.grad`` is
+    stale. `full_gradients` gathers whole gradients for those who want to look at them.
+
     Attributes:
         mesh: The mesh whose dp axis is reduced over.
         average: Whether sums over dp are divided by dp.

@@ -65,6 +65,9 @@ class ZeroShards:
         self.shards: list[Shard] = []
         self.states: defaultdict[Tensor, Any] = defaultdict(dict)
         self._by_bucket: dict[int, Shard] = {}
+        self._fresh: list[Shard] = []
+        # State for whole parameters that have no bucket yet, because they are frozen.
+        self._whole: dict[Tensor, State] = {}
         self._known: list[tuple[list[nn.Parameter], int]] = []
         self._hidden: Groups | None = None
         self._fused: list[dict[str, Any]] = []
@@ -114,7 +117,11 @@ class ZeroShards:
         kept, self._by_bucket = self._by_bucket, {}
         for bucket in self.reducer.buckets:
             if bucket.key.optimizer == self._index:
-                self._by_bucket[id(bucket)] = kept.get(id(bucket)) or Shard(bucket)
+                shard = kept.get(id(bucket))
+                if shard is None:
+                    shard = Shard(bucket)
+                    self._fresh.append(shard)
+                self._by_bucket[id(bucket)] = shard
         self.shards = list(self._by_bucket.values())
         groups = self.optimizer.param_groups
         self._known = [(group["params"], len(group["params"])) for group in groups]
@@ -253,14 +260,18 @@ class ZeroShards:
         return any(written)
 
     def _absorb(self) -> None:
-        """Slice a state that was loaded into the optimizer for whole parameters."""
+        """Slice a state that was loaded, or made by the constructor, for whole parameters."""
         full, self.optimizer.state = self.optimizer.state, defaultdict(dict)
-        if not full:
+        shards, self._fresh = self._fresh, []
+        if full:
+            self._whole, shards = dict(full), self.shards
+        if not self._whole:
             return
-        for shard in self.shards:
+        for shard in shards:
+            whole = {s.name: self._whole.pop(s.param, None) for s in shard.bucket.slots}
             found = {}
             for piece in shard.pieces:
-                state = full.get(piece.slot.param)
+                state = whole[piece.slot.name]
                 if state:
                     found[piece.slot.name] = _sliced(state, piece, shard.bucket)
             shard.install(found, self.states)

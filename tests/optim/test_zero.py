@@ -212,8 +212,8 @@ def test_groups_may_be_added_later(told: bool, when: str) -> None:
         assert_same(trace, expected, rel=1e-11)
 
 
-def all_with_frozen(model: nn.Module) -> list[Optimizer]:
-    optimizers = [optim.AdamW(model.parameters(), lr=1e-2)]
+def all_with_frozen(model: nn.Module, kind: type[Optimizer] = optim.AdamW) -> list[Optimizer]:
+    optimizers = [kind(model.parameters(), lr=1e-2)]
     model.outer.requires_grad_(False)
     return optimizers
 
@@ -230,9 +230,12 @@ def _thawed(driver: Plain) -> None:
         driver.optimizer.zero_grad()
 
 
-def test_parameters_may_be_thawed_later() -> None:
-    expected = reference(_thawed, all_with_frozen)
-    for trace in run_ranks(run_sharded, 2, _thawed, all_with_frozen, {}):
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.Adagrad])
+def test_parameters_may_be_thawed_later(kind: type[Optimizer]) -> None:
+    """Adagrad makes its state in the constructor, also for what is frozen then."""
+    wanted = partial(all_with_frozen, kind=kind)
+    expected = reference(_thawed, wanted)
+    for trace in run_ranks(run_sharded, 2, _thawed, wanted, {}):
         assert_same(trace, expected, rel=1e-11)
 
 
