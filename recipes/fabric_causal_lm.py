@@ -34,7 +34,7 @@ class Settings:
     accelerator: str = "cpu"
     devices: int = 8
     batch_size: int = 8  # rows per data-parallel replica
-    max_steps: int = 150
+    max_steps: int = 200
     log_every: int = 10
     folder: str = "runs/fabric_causal_lm"
     data_folder: str = "runs/quickstart/data"
