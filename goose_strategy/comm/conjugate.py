@@ -8,7 +8,7 @@ arXiv:1909.08053, section 3). Without gradients these functions cost no autograd
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,14 +40,14 @@ class _ReduceFromGroup(torch.autograd.Function):
     """Sum; the gradient passes as it is."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(_ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
         all_reduce(total, group)
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -67,6 +67,13 @@ class _GatherFromGroup(torch.autograd.Function):
         return grad.narrow(ctx.dim, ctx.start, ctx.length), None, None, None
 
 
+_copy_to_group: Callable[[Tensor, ProcessGroup], Tensor] = _CopyToGroup.apply
+_reduce_from_group: Callable[[Tensor, ProcessGroup], Tensor] = _ReduceFromGroup.apply
+_gather_from_group: Callable[[Tensor, ProcessGroup, int, Sequence[int]], Tensor] = (
+    _GatherFromGroup.apply
+)
+
+
 def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Enter a region where each rank computes a share from the same ``x``.
 
@@ -79,8 +86,7 @@ def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """
     if group is None or not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    result: Tensor = _CopyToGroup.apply(x, group)
-    return result
+    return _copy_to_group(x, group)
 
 
 def reduce_from_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -95,8 +101,7 @@ def reduce_from_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """
     if group is None:
         return x
-    result: Tensor = _ReduceFromGroup.apply(x, group)
-    return result
+    return _reduce_from_group(x, group)
 
 
 def gather_from_group(
@@ -115,8 +120,7 @@ def gather_from_group(
     """
     if group is None:
         return x
-    result: Tensor = _GatherFromGroup.apply(x, group, dim % x.ndim, tuple(sizes))
-    return result
+    return _gather_from_group(x, group, dim % x.ndim, tuple(sizes))
 
 
 def sum_value(value: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -191,10 +191,12 @@ def exchange(peers: HostPeers, operation: str, dtype: torch.dtype, numel: int) -
     word = _WORD.pack(operation.encode(), str(dtype).encode()[6:18], numel)
     at = peers.rank
     try:
-        for at, channel in peers.sockets:
-            channel.send(word)
-        for at, channel in peers.sockets:
-            heard = channel.recv(64)
+        for neighbour in peers.sockets:
+            at = neighbour[0]
+            neighbour[1].send(word)
+        for neighbour in peers.sockets:
+            at = neighbour[0]
+            heard = neighbour[1].recv(64)
             if heard != word:
                 _misheard(peers, at, word, heard)
     except OSError as err:

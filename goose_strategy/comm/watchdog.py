@@ -20,11 +20,11 @@ import traceback
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from goose_strategy.comm.last_words import Cause, end_process, error_line, where
 from goose_strategy.comm.reporter import Reporter
-from goose_strategy.compat.torch import clone_store, default_store, prefixed_store
+from goose_strategy.compat.torch import clone_store, default_store
 from goose_strategy.errors import GooseError, PeerError
 from goose_strategy.validate import positive
 
@@ -112,7 +112,7 @@ class Watchdog:
         # Each rank makes its watchdogs in the same order, so that the count names the same one.
         life = mine.add(f"goose/watchdog/{self._mesh.rank}", 1)
         self._reporter = Reporter(
-            prefixed_store(f"goose/watchdog/life{life}", mine),
+            PrefixStore(f"goose/watchdog/life{life}", mine),
             rank=self._mesh.rank,
             world_size=self._mesh.layout.world_size,
             on_cause=self._peer_failed,

@@ -6,7 +6,7 @@ Everything here may move in any torch release; the test of the same name says wh
 from __future__ import annotations
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, distributed_c10d
+from torch.distributed import Store, distributed_c10d
 
 
 def default_store() -> Store:
@@ -32,8 +32,3 @@ def clone_store(store: Store) -> Store:
     """
     clone: Store = store.clone()  # type: ignore[attr-defined]
     return clone
-
-
-def prefixed_store(prefix: str, store: Store) -> Store:
-    """Return a view of ``store`` in which every key starts with ``prefix``."""
-    return PrefixStore(prefix, store)

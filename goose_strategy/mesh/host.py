@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,7 @@ class HostPeers:
         timeout_s: How long a wait for a neighbour may last.
         sockets: For collectives: ``(group rank, socket)`` of every other member.
         mail: For messages: socket to each other member, by group rank.
+        mailboxes: What ``comm`` keeps for each of those sockets.
         turn: Which half of the outbox the next piece uses.
         deferred: Collectives that were launched and have not run yet, oldest first.
     """
@@ -58,6 +59,7 @@ class HostPeers:
         self.timeout_s = timeout_s
         self.sockets: list[tuple[int, socket.socket]] = []
         self.mail: dict[int, socket.socket] = {}
+        self.mailboxes: dict[int, Any] = {}
         self.turn = 0
         self.deferred: deque[Callable[[], None]] = deque()
         self._boxes: list[Tensor] = []
@@ -96,6 +98,7 @@ class HostPeers:
         self.sockets, self.mail, self._boxes = [], {}, []
         self._views.clear()
         self.deferred.clear()
+        self.mailboxes.clear()
 
 
 PEERS: dict[ProcessGroup, HostPeers] = {}
@@ -235,7 +238,7 @@ def _channels(name: str) -> tuple[int, ...]:
 def _add(peers: HostPeers, at: int, channel: int, link: socket.socket) -> None:
     seconds = int(peers.timeout_s)
     limit = struct.pack("ll", seconds, int((peers.timeout_s - seconds) * 1e6))
-    link.setblocking(True)
+    link.settimeout(None)
     # A limit in the kernel: Python's own timeout would cost a `poll` for each message.
     link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     if channel == _MESSAGE:

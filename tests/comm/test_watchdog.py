@@ -98,7 +98,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(by_file, victim):
     for death in deaths:
         assert death.after_s < 10 + 5, death.output
     waiting = deaths[victim + 1].output
-    assert f"rank {victim + 1} waited for rank {victim} for the header" in waiting
+    assert f"rank {victim + 1} waited for rank {victim} for" in waiting
     assert "microbatch 2" in waiting
 
 
