@@ -55,6 +55,7 @@ class Case:
         accumulate: Calls per step.
         max_norm: Clip to this.
         frozen: Prefixes of frozen parameters.
+        optimizer: A key of ``session.OPTIMIZERS``.
         steps: Optimizer steps.
         rows: Of every global batch.
         dtype: Of the weights.
@@ -73,6 +74,7 @@ class Case:
     accumulate: int = 1
     max_norm: float = INF
     frozen: tuple[str, ...] = ()
+    optimizer: str = "adamw"
     steps: int = 5
     rows: int = 8
     dtype: torch.dtype = torch.float64
@@ -180,7 +182,9 @@ def mesh_rank(
     try:
         planted = nullcontext() if plant is None else plant(runtime.mesh)
         with recording(Recorder()) as recorder, planted:
-            session = MeshSession(runtime, case.model(), case.autocast)
+            session = MeshSession(
+                runtime, case.model(), optimizer=case.optimizer, autocast=case.autocast
+            )
             scenario(session, case)
             record = session.finish()
     finally:
@@ -246,7 +250,7 @@ def reference_of(case: Case, scenario: Scenario = train) -> Record:
 
 @cache
 def _reference(case: Case, scenario: Scenario) -> Record:
-    session = OneProcess(case.model().double(), main=torch.float64)
+    session = OneProcess(case.model().double(), optimizer=case.optimizer, main=torch.float64)
     scenario(session, case)
     return session.finish()
 

@@ -7,7 +7,7 @@ autograd, ``clip_grad_norm_``.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,14 @@ from tests.harness.models import IGNORED, Batch, rows_of
 
 Pieces = dict[str, tuple[ShardSpec, Tensor]]
 INF = float("inf")
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": adamw,
+    # Smooth in the gradients: AdamW's first steps turn their smallest differences into signs.
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True),
+    # Steps smaller than the spacing of bf16 weights.
+    "slow": lambda params: torch.optim.AdamW(params, lr=2e-4),
+}
 
 
 @dataclass
@@ -49,7 +57,7 @@ class Session:
 
     Attributes:
         model: The model; on a mesh it is sharded already.
-        optimizer: AdamW over its trainable parameters.
+        optimizer: Over its trainable parameters.
         autocast: Type of mixed precision, or ``None``.
         record: What was seen so far.
     """
@@ -105,17 +113,23 @@ class MeshSession(Session):
     Args:
         runtime: Started.
         model: The whole model.
+        optimizer: A key of ``OPTIMIZERS``.
         autocast: Type of mixed precision, or ``None``.
     """
 
     def __init__(
-        self, runtime: ParallelRuntime, model: nn.Module, autocast: torch.dtype | None
+        self,
+        runtime: ParallelRuntime,
+        model: nn.Module,
+        *,
+        optimizer: str,
+        autocast: torch.dtype | None,
     ) -> None:
         super().__init__(autocast)
         self.runtime = runtime
         self.mesh = runtime.mesh
         self.model = model
-        self.optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+        self.optimizer = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
         self.handle = runtime.shard_module(model, optimizers=[self.optimizer])
 
     def rows(self, batch: Batch) -> Batch:
@@ -168,19 +182,25 @@ class OneProcess(Session):
 
     Args:
         model: The model, in the precision of the run.
+        optimizer: A key of ``OPTIMIZERS``.
         autocast: Type of mixed precision, or ``None``.
         main: Precision of the weights that the optimizer steps; those of the model are rounded
             from them.
     """
 
     def __init__(
-        self, model: nn.Module, *, autocast: torch.dtype | None = None, main: torch.dtype
+        self,
+        model: nn.Module,
+        *,
+        optimizer: str,
+        main: torch.dtype,
+        autocast: torch.dtype | None = None,
     ) -> None:
         super().__init__(autocast)
         self.model = model
         self.weights = [p for p in model.parameters() if p.requires_grad]
         self.main = [nn.Parameter(p.detach().to(main, copy=True)) for p in self.weights]
-        self.optimizer = adamw(self.main)
+        self.optimizer = OPTIMIZERS[optimizer](self.main)
 
     def call(self, batch: Batch | Sequence[Batch], **settings: Any) -> tuple[Any, Any]:
         every = [batch] if isinstance(batch, dict) else batch
