@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from goose_strategy.comm.collectives import all_reduce
 from goose_strategy.comm.watchdog import Watchdog
 from goose_strategy.compat.torch import default_store
-from goose_strategy.errors import ConfigError, MeshError
+from goose_strategy.errors import BatchError, ConfigError, MeshError
 from goose_strategy.mesh.layout import MeshLayout
 from goose_strategy.mesh.mesh import ParallelMesh
 from goose_strategy.optim.clip import clip_grad_norm, clip_grad_value
@@ -104,7 +104,11 @@ class ParallelRuntime:
         )
 
     def shard_module(
-        self, module: nn.Module, *, optimizers: Sequence[Optimizer] = ()
+        self,
+        module: nn.Module,
+        *,
+        optimizers: Sequence[Optimizer] = (),
+        hook_forward: bool = True,
     ) -> ShardedModel:
         """Shard a module in place over the mesh. Collective over the world.
 
@@ -113,6 +117,8 @@ class ParallelRuntime:
                 class, its config and the names of its parameters stay.
             optimizers: Optimizers over its parameters; their ``param_groups`` are rewritten to
                 the parameters that this rank keeps.
+            hook_forward: Share buffers whenever the module itself is called. Off for callers that
+                announce every step by `before_step`.
 
         Returns:
             The handle of the sharded module; the same one if it was sharded before.
@@ -124,16 +130,18 @@ class ParallelRuntime:
         known = self.model_of(module)
         if known is None:
             known = ShardedModel(module, self.mesh, self.config, self._watchdog)
-            known.shard(optimizers)
+            known.shard(optimizers, hook_forward=hook_forward)
             known.guard.mode = "broadcast" if self._broadcast_batches else "check"
-            self.models.append(known)
+            # One that was sharded anew by another runtime has been closed here.
+            self.models = [*(model for model in self.models if not model.closed), known]
         elif optimizers:
             known.attach(optimizers)
         return known
 
     def model_of(self, module: nn.Module) -> ShardedModel | None:
         """Return the handle of ``module`` if it is sharded by this runtime."""
-        return next((model for model in self.models if model.module is module), None)
+        alive = (model for model in self.models if not model.closed)
+        return next((model for model in alive if model.module is module), None)
 
     def attach_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Attach optimizers that were made after ``module`` was sharded."""
@@ -157,7 +165,7 @@ class ParallelRuntime:
                 "from the parameters of exactly that module, or set both up together "
                 "(fabric.setup(model, optimizer))."
             )
-        owners[0].attach([*owners[0].optimizers, optimizer])
+        owners[0].add(optimizer)
 
     @contextmanager
     def placeholders(self, module: nn.Module) -> Generator[None, None, None]:
@@ -176,18 +184,30 @@ class ParallelRuntime:
             model.before_forward()
 
     @contextmanager
-    def backward(self, loss: Tensor) -> Generator[None, None, None]:
+    def backward(
+        self, loss: Tensor, module: nn.Module | None = None
+    ) -> Generator[None, None, None]:
         """Surround ``loss.backward()``: check the loss, then finish the gradient reduction.
+
+        Args:
+            loss: What ``backward()`` will be called on.
+            module: The module it belongs to; all sharded modules if ``None`` or unknown. What
+                reaches others is reduced when they are clipped or stepped.
 
         Raises:
             BatchError: If ``pp > 1`` and ``loss`` does not come from a pipelined call.
+            RuntimeError: If it was released before, or its forward ran with another setting of
+                `no_sync`.
         """
-        for model in self.models:
+        known = None if module is None else self.model_of(module)
+        models = [model for model in self.models if not model.closed] if known is None else [known]
+        # Outside of the watched section: an error that every rank raises here ends nobody.
+        for model in models:
             model.check_loss(loss)
-            model.before_forward()
+            model.prepare_gradients()
         with self.watch("backward"):
             yield
-            for model in self.models:
+            for model in models:
                 model.after_backward()
 
     @contextmanager
@@ -245,14 +265,24 @@ class ParallelRuntime:
             The norm before clipping, a scalar equal on all ranks.
         """
         model = self._owner(optimizer)
+        refusal: Exception | None = None
         with self.watch("gradient clipping"):
-            return clip_grad_norm(
-                model.shards_of(optimizer),
-                self.mesh,
-                max_norm,
-                norm_type=norm_type,
-                error_if_nonfinite=error_if_nonfinite,
-            )
+            try:
+                return clip_grad_norm(
+                    model.shards_of(optimizer),
+                    self.mesh,
+                    max_norm,
+                    norm_type=norm_type,
+                    error_if_nonfinite=error_if_nonfinite,
+                )
+            except (BatchError, ConfigError) as error:
+                refusal = error
+            except RuntimeError as error:
+                if "error_if_nonfinite" not in str(error):
+                    raise
+                refusal = error
+        # All ranks refuse alike, from the same numbers: no failure that would have to end them.
+        raise refusal
 
     def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
         """Clip the reduced gradients of an optimizer's parameters element by element."""
@@ -274,7 +304,7 @@ class ParallelRuntime:
             )
         return model
 
-    def vote(self, decision: bool, *, everyone: bool) -> bool:
+    def vote(self, *, decision: bool, everyone: bool) -> bool:
         """Return whether all (``everyone``) or any ranks of the world decided yes. Collective."""
         value = torch.tensor([int(decision)], dtype=torch.int64)
         all_reduce(value, self.mesh.control, op="min" if everyone else "max")

@@ -14,6 +14,7 @@ user's hands; this way Fabric loops and LightningModules stay as they are.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -65,10 +66,15 @@ class DirectForward:
         self._original = original
         self._bind = Binder(original)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """Return the plain forward of the copied model, which is a model of its own."""
+        copied: Callable[..., Any] = copy.deepcopy(self._original, memo)
+        return copied
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; see :mod:`goose_strategy.runtime.forward`."""
         model = self._model
-        model.before_forward()
+        model.prepare_gradients()
         batch = self._bind(args, kwargs)
         check_not_empty(batch)
         (batch,) = model.guard([batch])
@@ -81,7 +87,8 @@ class DirectForward:
         with model.watch("forward"), model.counting(count):
             output = self._original(**batch, return_dict=True)
         if group is not None:
-            output.loss = _GlobalLoss.apply(output.loss, group, model.mesh.dp_size)
+            to_global: Callable[..., Tensor] = _GlobalLoss.apply
+            output.loss = to_global(output.loss, group, model.mesh.dp_size)
         return output.to_tuple() if as_tuple else output
 
 
@@ -102,12 +109,19 @@ class PipelinedForward:
 
         Raises:
             BatchError: If the batch is empty or differs between the ranks of this replica.
+            NotImplementedError: If a cache is passed, as ``generate()`` does.
         """
         model = self._model
-        model.before_forward()
+        model.prepare_gradients()
         batches = self._batches(args, kwargs)
         for batch in batches:
             check_not_empty(batch)
+            if "past_key_values" in batch:
+                raise NotImplementedError(
+                    f"pp={model.mesh.pp_size}: the stages of a pipeline keep no cache of keys and "
+                    "values, so generate() and past_key_values do not work; save the model, load "
+                    "it with transformers, and generate there."
+                )
         batches = model.guard(batches)
         as_tuple = batches[0].pop("return_dict", None) is False
         loss, logits = model.run_pipeline(batches, grad=torch.is_grad_enabled())

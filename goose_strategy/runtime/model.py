@@ -8,38 +8,44 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from goose_strategy.comm.collectives import all_gather_objects
 from goose_strategy.data_parallel.reducer import Reducer
 from goose_strategy.errors import BatchError, ConfigError
-from goose_strategy.optim.zero import ZeroShards
-from goose_strategy.pipeline_parallel.bridge import reaches_bridge
+from goose_strategy.optim.supported import check_supported
 from goose_strategy.runtime.batch import Batch, BatchGuard
 from goose_strategy.runtime.forward import DirectForward, PipelinedForward
 from goose_strategy.runtime.naming import (
+    GroupNames,
+    check_ties,
     owners,
     record_groups,
     refill_groups,
     strip_placeholders,
 )
-from goose_strategy.runtime.pipeline import PipelineCall
+from goose_strategy.runtime.pipeline import PipelineCall, releases_of
 from goose_strategy.runtime.replicate import (
     broadcast_buffers,
+    buffer_places,
     equalize,
     share_random_state,
 )
+from goose_strategy.runtime.stepping import WatchedShards
 from goose_strategy.runtime.surgery import Surgery, operate
+from goose_strategy.runtime.verdict import agreed
 
 if TYPE_CHECKING:
     from goose_strategy.comm.watchdog import Watchdog
     from goose_strategy.mesh.mesh import ParallelMesh
     from goose_strategy.runtime.counting import TokenCount
     from goose_strategy.runtime.settings import RuntimeConfig
+
+_MARK = "_goose_sharded"
 
 
 class ShardedModel:
@@ -57,6 +63,7 @@ class ShardedModel:
         sync: Whether the next backward reduces gradients over dp.
         global_loss: Whether a causal LM's loss is summed over the replicas.
         guard: Compares batches over the ranks of one replica.
+        closed: Whether the module was given back.
     """
 
     def __init__(
@@ -70,7 +77,7 @@ class ShardedModel:
         self.mesh = mesh
         self.config = config
         self.optimizers: list[Optimizer] = []
-        self.shards: list[ZeroShards] = []
+        self.shards: list[WatchedShards] = []
         self.reducer: Reducer | None = None
         self.sync = True
         self.global_loss = True
@@ -79,7 +86,10 @@ class ShardedModel:
         self._surgery: Surgery | None = None
         self._pipeline: PipelineCall | None = None
         self._count: TokenCount | None = None
+        self._buffers: list[tuple[nn.Module, str]] = []
+        self._buffers_changed = False
         self._undo = ExitStack()
+        self.closed = False
 
     @property
     def surgery(self) -> Surgery:
@@ -88,19 +98,60 @@ class ShardedModel:
             raise ConfigError("The module is not sharded yet.")
         return self._surgery
 
-    def shard(self, optimizers: Sequence[Optimizer] = ()) -> None:
-        """Shard the module in place, patch its forward, attach the optimizers. Collective."""
-        recorded = record_groups(self.module, optimizers)
+    def shard(self, optimizers: Sequence[Optimizer] = (), *, hook_forward: bool = True) -> None:
+        """Shard the module in place, patch its forward, attach the optimizers. Collective.
+
+        Args:
+            optimizers: Optimizers over the whole module.
+            hook_forward: Share buffers whenever the module itself is called; off where
+                `before_forward` is called at every step instead.
+        """
+        former = vars(self.module).get(_MARK)
+        if isinstance(former, ShardedModel) and former.module is self.module:
+            former.give_up()
+        recorded = agreed(self.mesh, lambda: self._check(optimizers))
         equalize(self.module, self.mesh)
         share_random_state(self.mesh)
-        self._surgery = operate(self.module, self.mesh, self.config, count=self._wait_count)
+        self._surgery = agreed(
+            self.mesh,
+            lambda: operate(self.module, self.mesh, self.config, count=self._wait_count),
+        )
         self.module.to(self.mesh.device)
-        self._install()
+        vars(self.module)[_MARK] = self
+        self._undo.callback(vars(self.module).pop, _MARK, None)
+        self._buffers = buffer_places(self.module)
+        self._install(hook_forward=hook_forward)
         if optimizers:
             refill_groups(self.module, optimizers, recorded, self.surgery.tied)
             self.attach(optimizers)
 
-    def _install(self) -> None:
+    def _check(self, optimizers: Sequence[Optimizer]) -> list[GroupNames]:
+        """Refuse what can be refused before anything is changed; return names by group."""
+        for module in self.module.modules():
+            if isinstance(vars(module).get("forward"), (DirectForward, PipelinedForward)):
+                raise ConfigError(
+                    f"{type(module).__name__} is sharded already, as a part of another module; "
+                    "set up the outermost module, once."
+                )
+        for optimizer in optimizers:
+            check_supported(optimizer)
+        return record_groups(self.module, optimizers)
+
+    def give_up(self) -> None:
+        """Make way for another strategy that wants to shard the same module.
+
+        Raises:
+            ConfigError: If the module is cut into stages: what other stages hold is gone from it.
+        """
+        if self.surgery.stage is not None:
+            raise ConfigError(
+                f"{type(self.module).__name__} was cut into pp={self.mesh.pp_size} stages by "
+                "another strategy and cannot be set up again; go on with the same Fabric or "
+                "Trainer, or save a checkpoint and load it into a new module."
+            )
+        self.close()
+
+    def _install(self, *, hook_forward: bool) -> None:
         surgery = self.surgery
         for _, lm in surgery.models:
             if surgery.stage is not None:
@@ -108,52 +159,67 @@ class ShardedModel:
                 self._patch(lm, PipelinedForward(self, lm.forward))
             else:
                 self._patch(lm, DirectForward(self, lm.forward))
-        if all(lm is not self.module for _, lm in surgery.models):
-            handle = self.module.register_forward_pre_hook(lambda *_: self.before_forward())
+        if hook_forward:
+            handle = self.module.register_forward_pre_hook(self._before_call)
             self._undo.callback(handle.remove)
+
+    def _before_call(self, module: nn.Module, _args: object) -> None:
+        # A deep copy of the module has the hook too.
+        if module is self.module:
+            self.before_forward()
 
     def _patch(self, model: nn.Module, forward: Any) -> None:
         # On the instance, so that the class, isinstance checks and config survive.
         model.forward = forward
         self._undo.callback(vars(model).pop, "forward", None)
+        if self.mesh.tp is not None or self.surgery.stage is not None:
+            vars(model)["__deepcopy__"] = partial(_refuse_copy, type(model).__name__)
+            self._undo.callback(vars(model).pop, "__deepcopy__", None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
+        """Return itself: a copy of the module is a module of its own, and this is no part of it."""
+        return self
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Attach all optimizers of the module, in place of those attached before. Collective."""
-        strip_placeholders(optimizers)
-        self._detach()
-        self.optimizers = list(optimizers)
-        owned = owners(self.module, self.optimizers)
-        self._check_ties(owned)
-        self._build_reducer(owned)
-        if self.reducer is not None:
-            self.shards = [ZeroShards(self.reducer, o) for o in self.optimizers]
-
-    def _check_ties(self, owned: dict[str, tuple[int, int]]) -> None:
-        """Both copies of a tied weight must be stepped alike, or they drift apart.
+        """Attach all optimizers of the module, in place of those attached before. Collective.
 
         Raises:
-            ConfigError: If their groups have different options.
+            ConfigError: If one is unsupported or holds foreign parameters; nothing is changed then.
         """
-        ties = {n: s.tie for n, s in self.surgery.specs.items() if s.tie is not None}
-        if self.mesh.tie is None:
-            return
-        mine = {}
-        for name, canonical in ties.items():
-            if name in owned:
-                optimizer, group = owned[name]
-                options = self.optimizers[optimizer].param_groups[group]
-                mine[canonical] = {
-                    k: str(v) for k, v in sorted(options.items()) if k not in ("params", "name")
-                }
-        both = all_gather_objects(mine, self.mesh.tie)
-        if both[0] != both[-1]:
-            raise ConfigError(
-                f"The copies of the tied weight {sorted(ties.values())} on the first and the last "
-                f"stage are in groups with different options ({both[0]} and {both[-1]}); put the "
-                "embedding and the output head into one group."
-            )
+        strip_placeholders(optimizers)
+        owned = self._owned(optimizers)
+        self._detach()
+        self.optimizers = list(optimizers)
+        reducer = self._build_reducer(owned)
+        self.shards = [WatchedShards(reducer, o, self.watch) for o in self.optimizers]
 
-    def _build_reducer(self, owned: dict[str, tuple[int, int]]) -> None:
+    def add(self, optimizer: Optimizer) -> None:
+        """Attach one more optimizer; those attached before keep their state. Collective.
+
+        Raises:
+            ConfigError: If it is unsupported or holds foreign parameters; nothing is changed then.
+        """
+        if self.reducer is None:
+            self.attach([*self.optimizers, optimizer])
+            return
+        strip_placeholders([optimizer])
+        self._owned([*self.optimizers, optimizer])
+        self.shards.append(WatchedShards(self.reducer, optimizer, self.watch))
+        self.optimizers.append(optimizer)
+
+    def _owned(self, optimizers: Sequence[Optimizer]) -> dict[str, tuple[int, int]]:
+        """Check optimizers on all ranks; return optimizer and group by parameter name."""
+
+        def check() -> dict[str, tuple[int, int]]:
+            for optimizer in optimizers:
+                check_supported(optimizer)
+            return owners(self.module, optimizers)
+
+        owned = agreed(self.mesh, check)
+        check_ties(self.surgery.specs, owned, optimizers, self.mesh)
+        return owned
+
+    def _build_reducer(self, owned: dict[str, tuple[int, int]]) -> Reducer:
         # Also on a stage without trainable parameters: it takes part in the norm's exchange.
         self.reducer = Reducer(
             list(self.module.named_parameters()),
@@ -163,6 +229,7 @@ class ShardedModel:
             average=True,
             owner_of=owned,
         )
+        return self.reducer
 
     def _detach(self) -> None:
         for shard in self.shards:
@@ -172,14 +239,21 @@ class ShardedModel:
             self.reducer.close()
             self.reducer = None
 
-    def before_forward(self) -> None:
-        """Make sure that gradients of the coming backward land in buckets; sync buffers."""
+    def prepare_gradients(self) -> None:
+        """Make sure that gradients of the coming backward land in buckets."""
         if self.reducer is None and self.surgery.trains and torch.is_grad_enabled():
             self._build_reducer({})
         if self.reducer is not None:
             self.reducer.sync = self.sync
-        if not self.surgery.models and self.module.training:
-            broadcast_buffers(self.module, self.mesh)
+
+    def before_forward(self) -> None:
+        """Prepare a step: gradients into buckets, and rank 0's buffers for all replicas."""
+        self.prepare_gradients()
+        training = self.module.training
+        # As ddp: before every forward that changes them, and before the first one after that.
+        if training or self._buffers_changed:
+            broadcast_buffers(self._buffers, self.mesh)
+        self._buffers_changed = training
 
     def after_backward(self) -> None:
         """Finish the reduction that a plain backward has started."""
@@ -187,12 +261,17 @@ class ShardedModel:
             self.reducer.finish_backward()
 
     def check_loss(self, loss: Tensor) -> None:
-        """Refuse a loss that no pipelined call has made.
+        """Refuse a loss that no pipelined call has made, or that has been released.
 
         Raises:
             BatchError: If ``pp > 1`` and the loss has no node of ours in its graph.
+            RuntimeError: If it was released before, or its forward ran with another `sync`.
         """
-        if self._pipeline is None or reaches_bridge(loss):
+        if self._pipeline is None:
+            return
+        if found := releases_of(loss):
+            for release in found:
+                release.check()
             return
         raise BatchError(
             "backward() was called on a tensor that does not come from a pipelined call. With "
@@ -229,13 +308,24 @@ class ShardedModel:
             raise ConfigError("This module is not cut into stages.")
         return self._pipeline(batches, grad=grad)
 
-    def shards_of(self, optimizer: Optimizer) -> list[ZeroShards]:
+    def shards_of(self, optimizer: Optimizer) -> list[WatchedShards]:
         """Return the shards that an optimizer steps."""
         return [shard for shard in self.shards if shard.optimizer is optimizer]
 
     def close(self) -> None:
-        """Remove hooks and patches; the parameters keep their values."""
+        """Remove hooks and patches; the parameters keep their values. Collective over tp."""
+        if self.closed:
+            return
+        self.closed = True
         self._detach()
         self._undo.close()
         if self._surgery is not None:
             self._surgery.close()
+
+
+def _refuse_copy(name: str, _memo: dict[int, Any]) -> Any:
+    raise ConfigError(
+        f"{name} is a shard of a model (tp or pp > 1) and cannot be deep-copied: the copy would "
+        "share its process groups. Copy the module before it is set up, or copy its "
+        "state_dict()."
+    )

@@ -9,12 +9,17 @@ groups are remembered by parameter name before surgery and filled again after it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 from torch.optim import Optimizer
 
+from goose_strategy.comm.collectives import all_gather_objects
 from goose_strategy.errors import ConfigError
+
+if TYPE_CHECKING:
+    from goose_strategy.mesh.mesh import ParallelMesh
+    from goose_strategy.mesh.shard import ShardSpec
 
 GroupNames: TypeAlias = list[list[str]]
 
@@ -105,3 +110,49 @@ def owners(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, tupl
                     )
                 owned[name] = (index, group_index)
     return owned
+
+
+def check_ties(
+    specs: Mapping[str, ShardSpec],
+    owned: Mapping[str, tuple[int, int]],
+    optimizers: Sequence[Optimizer],
+    mesh: ParallelMesh,
+) -> None:
+    """Check that both copies of a tied weight are stepped alike. Collective over the world.
+
+    Args:
+        specs: Layouts by name.
+        owned: Result of :func:`owners`.
+        optimizers: The optimizers.
+        mesh: The ranks.
+
+    Raises:
+        ConfigError: If their groups have different options: the copies would drift apart.
+    """
+    if mesh.pp_size == 1:
+        return
+    mine: dict[str, dict[str, str] | None] = {}
+    for name, spec in specs.items():
+        if spec.tie is not None:
+            mine[spec.tie] = _options(name, owned, optimizers)
+    known: dict[str, dict[str, str] | None] = {}
+    for theirs in all_gather_objects(mine, mesh.control):
+        for name, options in theirs.items():
+            if known.setdefault(name, options) != options:
+                raise ConfigError(
+                    f"The copies of the tied weight {name} on the first and the last stage are in "
+                    f"groups with different options ({known[name]} and {options}); put the "
+                    "embedding and the output head into one group of one optimizer."
+                )
+
+
+def _options(
+    name: str, owned: Mapping[str, tuple[int, int]], optimizers: Sequence[Optimizer]
+) -> dict[str, str] | None:
+    """Return the options with which a parameter is stepped; ``None`` if it is not."""
+    if name not in owned:
+        return None
+    index, group = owned[name]
+    options = optimizers[index].param_groups[group]
+    plain = {k: str(v) for k, v in sorted(options.items()) if k not in ("params", "name")}
+    return {"optimizer": str(index), **plain}

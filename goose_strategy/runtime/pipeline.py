@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from goose_strategy.comm.collectives import all_gather_objects, all_reduce, broadcast
 from goose_strategy.errors import ScheduleError
@@ -25,9 +26,12 @@ from goose_strategy.runtime.counting import TokenCount
 if TYPE_CHECKING:
     from goose_strategy.comm.watchdog import Watchdog
     from goose_strategy.data_parallel.call import CallGrads
+    from goose_strategy.data_parallel.reducer import Reducer
     from goose_strategy.pipeline_parallel.stage import PipelineStage
     from goose_strategy.runtime.batch import Batch
     from goose_strategy.runtime.model import ShardedModel
+
+_RELEASE = "goose_release"
 
 
 class PipelineCall:
@@ -82,7 +86,10 @@ class PipelineCall:
         loss, scale = self._share(result, own_loss=own_loss) if has_loss else (None, 1.0)
         logits = self._share_logits(result.logits) if want_logits else None
         if loss is not None and call is not None:
-            loss = attach_loss(loss, self._releaser(call, scale))
+            release = Release(model, call, scale)
+            loss = attach_loss(loss, release)
+            # So that a loss tells before its backward whether that may come (`releases_of`).
+            setattr(loss.grad_fn, _RELEASE, release)
         return loss, logits
 
     def _run(
@@ -143,20 +150,67 @@ class PipelineCall:
             return torch.cat(received)
         return tuple(received)
 
-    def _releaser(self, call: CallGrads, scale: float | Tensor) -> Any:
-        model = self._model
 
-        def release(factor: Tensor) -> None:
-            reducer = model.reducer
-            if reducer is None:
-                raise RuntimeError("The module was closed before backward() of its loss.")
-            if call.sync != model.sync:
-                raise RuntimeError(
-                    "The forward ran "
-                    f"{'with' if call.sync else 'without'} gradient sync and its backward "
-                    f"{'with' if model.sync else 'without'}; put both into the same "
-                    "no_backward_sync block."
-                )
-            reducer.release(call, factor * scale)
+class Release:
+    """What the backward of a pipelined call's loss does: release the call's gradients, once.
 
-        return release
+    Args:
+        model: The sharded model.
+        call: Owner of the gradients.
+        scale: What the gradients still lack.
+    """
+
+    def __init__(self, model: ShardedModel, call: CallGrads, scale: float | Tensor) -> None:
+        self._model = model
+        self._call: CallGrads | None = call
+        self._scale = scale
+
+    def __call__(self, factor: Tensor) -> None:
+        """Add the gradients times ``factor`` to ``p.grad``."""
+        reducer, call = self.check()
+        self._call = None
+        reducer.release(call, factor * self._scale)
+
+    def check(self) -> tuple[Reducer, CallGrads]:
+        """Check that a backward may come now.
+
+        Returns:
+            What releases the gradients, and their owner.
+
+        Raises:
+            RuntimeError: If it came before, the module was closed, or the forward ran with another
+                setting of ``no_backward_sync``.
+        """
+        call, model = self._call, self._model
+        if call is None:
+            raise RuntimeError(
+                "backward was called a second time on the loss of one pipelined call; its "
+                "gradients were released by the first. Call the model again, or add the losses "
+                "up before one backward."
+            )
+        if model.reducer is None:
+            raise RuntimeError("The module was closed before backward() of its loss.")
+        if call.sync != model.sync:
+            raise RuntimeError(
+                f"The forward ran {'with' if call.sync else 'without'} gradient sync and its "
+                f"backward {'with' if model.sync else 'without'}; put both into the same "
+                "no_backward_sync block."
+            )
+        return model.reducer, call
+
+
+def releases_of(loss: Tensor) -> list[Release]:
+    """Return what a backward from ``loss`` would release, found by walking its graph."""
+    found: list[Release] = []
+    todo: list[Node | None] = [loss.grad_fn]
+    seen: set[Node] = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        release = getattr(node, _RELEASE, None)
+        if isinstance(release, Release):
+            found.append(release)
+        todo.extend(following for following, _ in node.next_functions)
+    return found

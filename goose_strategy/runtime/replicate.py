@@ -10,6 +10,7 @@ rank 0's values sent.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,22 +85,37 @@ def share_random_state(mesh: ParallelMesh) -> None:
         torch.cuda.set_rng_state(states[first], mesh.device)
 
 
-def broadcast_buffers(module: nn.Module, mesh: ParallelMesh) -> None:
-    """Send the persistent buffers of data parallel rank 0 to its replicas, as ``ddp`` does.
+def broadcast_buffers(places: Sequence[tuple[nn.Module, str]], mesh: ParallelMesh) -> None:
+    """Send the buffers of data parallel rank 0 to its replicas, as ``ddp`` does.
 
-    Collective over the ``dp`` axis. Non-persistent buffers are derived constants and stay.
+    Collective over the ``dp`` axis.
+
+    Args:
+        places: What `buffer_places` returned.
+        mesh: The mesh.
     """
     if mesh.dp is None:
         return
     source = mesh.layout.axis_ranks(mesh.rank, MeshAxis.DP)[0]
-    for buffer in persistent_buffers(module):
-        broadcast(buffer, source=source, group=mesh.dp)
+    for owner, name in places:
+        buffer = getattr(owner, name)
+        if buffer is not None:
+            broadcast(buffer, source=source, group=mesh.dp)
 
 
-def persistent_buffers(module: nn.Module) -> list[torch.Tensor]:
-    """Return the buffers that a state dict would hold, in module order."""
-    keys = set(module.state_dict(keep_vars=True))
-    return [buffer for name, buffer in module.named_buffers() if name in keys]
+def buffer_places(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return where the buffers that a state dict would hold are, in module order.
+
+    Places, because a module may put another tensor there. Buffers that are not persistent are
+    derived constants and stay.
+    """
+    saved = module.state_dict(keep_vars=True).keys()
+    return [
+        (owner, name)
+        for prefix, owner in module.named_modules()
+        for name, _ in owner.named_buffers(recurse=False)
+        if f"{prefix}.{name}".lstrip(".") in saved
+    ]
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -37,6 +37,7 @@ from goose_strategy.optim.state import (
 if TYPE_CHECKING:
     from goose_strategy.checkpoint.manifest import EntryPath, LocalTensor
     from goose_strategy.checkpoint.opened import Checkpoint
+    from goose_strategy.mesh.mesh import ParallelMesh
     from goose_strategy.optim.zero import ZeroShards
     from goose_strategy.runtime.model import ShardedModel
 
@@ -91,6 +92,7 @@ def load_model_and_optimizers(
     models: Mapping[str, ShardedModel],
     optimizers: Mapping[str, tuple[ShardedModel, Optimizer]],
     *,
+    mesh: ParallelMesh,
     strict: bool,
 ) -> None:
     """Fill weights and optimizers from an opened checkpoint. Collective over the world.
@@ -101,6 +103,7 @@ def load_model_and_optimizers(
         checkpoint: The opened checkpoint.
         models: Sharded models by entry.
         optimizers: Optimizers and their models by entry.
+        mesh: The ranks.
         strict: Refuse missing and unexpected keys.
 
     Raises:
@@ -117,7 +120,6 @@ def load_model_and_optimizers(
         )
         states[entry] = state
         destinations += optimizer_tensors(entry, state, model.surgery.specs, mesh=model.mesh)
-    meshes = [model.mesh for model in models.values()] or [m.mesh for m, _ in optimizers.values()]
     identity: dict[str, str] = {}
     for model in models.values():
         identity |= identity_of(model)
@@ -125,11 +127,11 @@ def load_model_and_optimizers(
     for entry, (_, optimizer) in optimizers.items():
         doing = f"loading {entry!r} of path='{checkpoint.path}'"
         check = partial(_checked_groups, checkpoint, entry, optimizer)
-        groups[entry] = collect(meshes[0], doing, check)[meshes[0].rank]
+        groups[entry] = collect(mesh, doing, check)[mesh.rank]
     load_tensors(
         checkpoint,
         destinations,
-        mesh=meshes[0],
+        mesh=mesh,
         entries=[*models, *optimizers],
         identity=identity,
         strict=strict,
@@ -170,9 +172,9 @@ def load_whole_state_dict(
         raise CheckpointError(f"The state dict is of another model: {listed}.")
     with torch.no_grad():
         for tensor in tensors:
-            whole = state_dict.get(str(tensor.path[1]))
-            for box, piece in tensor.pieces if whole is not None else ():
-                part = whole
+            name = str(tensor.path[1])
+            for box, piece in tensor.pieces if name in state_dict else ():
+                part = state_dict[name]
                 for dim, (start, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
                     part = part.narrow(dim, start, length)
                 piece.copy_(part)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,6 +57,7 @@ class Surgery:
         aliases: Name of a tied weight -> the further names that a plain state dict has for it.
         trains: Whether any parameter of the whole module is trainable.
         emptied: Modules whose own parameters live on other stages.
+        reversals: What puts the model back, last one first.
     """
 
     models: list[tuple[str, nn.Module]]
@@ -65,7 +67,7 @@ class Surgery:
     aliases: dict[str, list[str]] = field(default_factory=dict)
     trains: bool = False
     emptied: list[nn.Module] = field(default_factory=list)
-    _undo: list[Callable[[], None]] = field(default_factory=list)
+    reversals: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def loss_dtype(self) -> torch.dtype:
@@ -92,12 +94,12 @@ class Surgery:
             yield
         finally:
             for module in self.emptied:
-                del module._parameters[PLACEHOLDER]
+                delattr(module, PLACEHOLDER)
 
     def close(self) -> None:
         """Put the models' own losses back and gather what tensor parallelism cut. Collective."""
-        while self._undo:
-            self._undo.pop()()
+        while self.reversals:
+            self.reversals.pop()()
 
 
 def operate(
@@ -132,12 +134,12 @@ def operate(
     for (prefix, lm), plan in zip(models, plans, strict=True):
         if plan is not None:
             cut = parallelize(lm, plan, mesh)
-            surgery._undo.append(lambda lm=lm: undo(lm))
+            surgery.reversals.append(partial(undo, lm))
             inside |= {_join(prefix, name): spec for name, spec in cut.items()}
         gather = config.tensor.gather_logits or config.pipeline.return_logits
         head = output_embedding(lm)
         loss = causal_lm_loss(head[1] if head else None, gather_logits=gather, count=count)
-        surgery._undo.append(install_loss(lm, loss))
+        surgery.reversals.append(install_loss(lm, loss))
     surgery.specs = _all_specs(module, inside, surgery, mesh)
     return surgery
 
@@ -198,17 +200,12 @@ def _all_specs(
     """Return the spec of every parameter of the module, with its name there and its tie."""
     specs: dict[str, ShardSpec] = {}
     for name, param in module.named_parameters():
-        spec = inside.get(name) or ShardSpec.replicated(name, param)
+        spec = replace(inside.get(name) or ShardSpec.replicated(name, param), name=name)
         canonical = surgery.tied.get(name)
-        changes: dict[str, object] = {"name": name}
         if canonical is not None:
-            changes |= {"tie": canonical, "tie_owner": mesh.is_first_stage}
-        specs[name] = _replaced(spec, changes)
+            spec = replace(spec, tie=canonical, tie_owner=mesh.is_first_stage)
+        specs[name] = spec
     return specs
-
-
-def _replaced(spec: ShardSpec, changes: dict[str, object]) -> ShardSpec:
-    return ShardSpec(**{**vars(spec), **changes})  # type: ignore[arg-type]
 
 
 def _join(prefix: str, name: str) -> str:

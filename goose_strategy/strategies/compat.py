@@ -25,12 +25,6 @@ from lightning.fabric.strategies.strategy import (
     _validate_keys_for_strict_loading as validate_keys_for_strict_loading,
 )
 from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available as all_gather_if_available,
-)
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized as distributed_is_initialized,
-)
-from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend,
 )
 from lightning.fabric.utilities.distributed import (
@@ -45,6 +39,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as TrainerScriptLauncher,
 )
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
@@ -53,11 +48,9 @@ __all__ = [
     "BackwardSyncControl",
     "FabricScriptLauncher",
     "TrainerScriptLauncher",
-    "all_gather_if_available",
     "class_names",
     "connect_world",
     "default_pg_timeout",
-    "distributed_is_initialized",
     "plugin_precision",
     "seed_workers",
     "set_device_mesh",
@@ -65,6 +58,7 @@ __all__ = [
     "sync_if_available",
     "unwrap_optimizer",
     "validate_keys_for_strict_loading",
+    "without_mocks",
 ]
 
 
@@ -74,7 +68,8 @@ def set_world_ranks(environment: ClusterEnvironment | None, *, rank: int, world_
         return
     environment.set_global_rank(rank)
     environment.set_world_size(world_size)
-    rank_zero_only.rank = utilities_rank_zero_only.rank = environment.global_rank()
+    for decorator in (rank_zero_only, utilities_rank_zero_only):
+        vars(decorator)["rank"] = environment.global_rank()
 
 
 def connect_world(
@@ -113,13 +108,20 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
+def without_mocks(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Return optimizers without the stand-in that Lightning makes where there is none."""
+    return [o for o in optimizers if type(o).__name__ != "_MockOptimizer"]
+
+
 def seed_workers(dataloader: Any, dp_rank: int) -> None:
     """Seed the loader's workers by the data parallel rank instead of the global rank.
 
     Lightning seeds workers by the global rank, so that random augmentation or masking would
     differ between the ranks of one model replica. A user's own init function stays.
     """
-    if not int(os.environ.get("PL_SEED_WORKERS", "0")):
+    seeded = int(os.environ.get("PL_SEED_WORKERS", "0"))
+    # The Trainer takes any iterable for a loader.
+    if not seeded or not isinstance(dataloader, DataLoader):
         return
     current: Callable[..., Any] | None = getattr(dataloader, "worker_init_fn", None)
     if current is None or getattr(current, "func", None) is pl_worker_init_function:

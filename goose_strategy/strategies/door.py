@@ -10,20 +10,24 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from goose_strategy.comm.collectives import barrier, broadcast_object
 from goose_strategy.compat.transformers import non_persistent_float_buffers
 from goose_strategy.errors import ConfigError
 from goose_strategy.pipeline_parallel.config import PipelineConfig
+from goose_strategy.pipeline_parallel.schedule import SCHEDULES
 from goose_strategy.runtime.core import ParallelRuntime
 from goose_strategy.runtime.settings import RuntimeConfig
 from goose_strategy.strategies import compat
+from goose_strategy.validate import one_of
 
+Schedule: TypeAlias = Literal["1F1B", "GPipe"]
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 """Precisions that train today, by Lightning's names."""
 
@@ -75,7 +79,7 @@ class Door:
         The ranks of one replica hold the same value, so the world would count it tp x pp times;
         ``group=None`` and the world both mean the dp axis here.
         """
-        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+        if not isinstance(tensor, Tensor) or not self.runtime.started:
             return tensor
         if group is None or group is dist.group.WORLD:
             group = self.runtime.mesh.dp
@@ -83,26 +87,16 @@ class Door:
                 return tensor
         return compat.sync_if_available(tensor, group, reduce_op=reduce_op)
 
-    def vote(self, decision: bool, *, everyone: bool) -> bool:
-        """Return whether all (or any) ranks of the world decided yes."""
-        return self.runtime.vote(decision, everyone=everyone)
-
-    def barrier(self, device: torch.device) -> None:
-        """Wait for all ranks."""
-        if not dist.is_initialized():
-            return
-        if device.type == "cuda":
-            dist.barrier(device_ids=[device.index])
-        else:
-            dist.barrier()
+    def barrier(self) -> None:
+        """Wait for all ranks, on the host: a device does not stand still for it."""
+        if self.runtime.started:
+            barrier(self.runtime.mesh.control)
 
     def broadcast(self, obj: Any, src: int) -> Any:
         """Return the object of rank ``src``."""
-        if not dist.is_initialized():
+        if not self.runtime.started:
             return obj
-        holder = [obj]
-        dist.broadcast_object_list(holder, src)
-        return holder[0]
+        return broadcast_object(obj, source=src, group=self.runtime.mesh.control)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Seed workers by data parallel rank; mark batches that no sampler controls."""
@@ -135,7 +129,7 @@ def config_from_environment() -> dict[str, Any]:
     none set, the name means tp=pp=1: a drop-in for ``ddp``.
 
     Raises:
-        ConfigError: If a number is no number.
+        ConfigError: If a number is no number, or the schedule is unknown.
     """
     sizes: dict[str, Any] = {}
     for name in ("tp", "pp"):
@@ -143,7 +137,8 @@ def config_from_environment() -> dict[str, Any]:
             sizes[name] = value
     pipeline = PipelineConfig()
     if (schedule := os.environ.get("GOOSE3D_SCHEDULE")) is not None:
-        pipeline = replace(pipeline, schedule=schedule)
+        one_of(SCHEDULES, GOOSE3D_SCHEDULE=schedule)
+        pipeline = replace(pipeline, schedule=cast("Schedule", schedule))
     if (count := _whole_from_environment("GOOSE3D_NUM_MICROBATCHES")) is not None:
         pipeline = replace(pipeline, num_microbatches=count)
     return {**sizes, "pipeline": pipeline}
@@ -173,26 +168,35 @@ def check_precision(plugin: Any) -> None:
         )
 
 
-def keep_rotary_in_fp32(convert: Callable[[nn.Module], nn.Module]) -> Callable[..., nn.Module]:
-    """Wrap a precision plugin's ``convert_module`` so that derived buffers keep their precision.
+def keep_rotary_in_fp32(plugin: Any) -> None:
+    """Make a precision plugin's ``convert_module`` leave derived buffers in their precision.
 
     ``bf16-true`` casts the whole module, rotary frequencies included, and positions beyond 256
     then collide; transformers itself keeps these non-persistent buffers in fp32.
     """
+    convert: Callable[[nn.Module], nn.Module] = plugin.convert_module
+    if isinstance(convert, _KeepingRotary):
+        return
+    plugin.convert_module = _KeepingRotary(convert)
 
-    def converted(module: nn.Module) -> nn.Module:
+
+class _KeepingRotary:
+    """A ``convert_module`` that does not round what is computed from the config."""
+
+    def __init__(self, convert: Callable[[nn.Module], nn.Module]) -> None:
+        self._convert = convert
+
+    def __call__(self, module: nn.Module) -> nn.Module:
         kept = [
             (owner, name, buffer.clone())
             for owner, name, buffer in non_persistent_float_buffers(module)
         ]
-        module = convert(module)
+        module = self._convert(module)
         for owner, name, buffer in kept:
-            cast = owner._buffers.get(name)
-            if cast is not None and cast.dtype in (torch.bfloat16, torch.float16):
-                owner._buffers[name] = buffer.to(cast.device)
+            cast = getattr(owner, name)
+            if cast.dtype in (torch.bfloat16, torch.float16):
+                setattr(owner, name, buffer.to(cast.device))
         return module
-
-    return converted
 
 
 def wrong_door(package: str, here: str, other: str) -> str:

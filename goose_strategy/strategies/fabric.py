@@ -1,20 +1,21 @@
 """The Fabric door: ``Fabric(strategy=Goose3DFabricStrategy(tp=2, pp=2))``.
 
-A table of translations from Fabric's hooks to :class:`~goose_strategy.runtime.core.ParallelRuntime`.
-Lightning's own ``ModelParallelStrategy`` needs a plan written by the user, knows no pipeline and
-leaves the optimizer with stale parameters in a joint set-up; this one takes the model as it is.
+A table of translations from Fabric's hooks to the verbs of `ParallelRuntime`. Lightning's own
+``ModelParallelStrategy`` needs a plan written by the user, knows no pipeline and leaves the
+optimizer with stale parameters in a joint set-up; this one takes the model as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.accelerators import Accelerator
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+
+# Not for type checking only: the command line reads the types of the constructor's arguments.
+from lightning.fabric.accelerators import Accelerator  # noqa: TC002
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision  # noqa: TC002
 from lightning.fabric.strategies import ParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,7 +24,6 @@ from typing_extensions import override
 
 from goose_strategy.optim.config import ZeroConfig
 from goose_strategy.pipeline_parallel.config import PipelineConfig
-from goose_strategy.runtime.core import ParallelRuntime
 from goose_strategy.strategies import compat
 from goose_strategy.strategies.door import (
     Door,
@@ -33,6 +33,11 @@ from goose_strategy.strategies.door import (
     wrong_door,
 )
 from goose_strategy.tensor_parallel.config import TensorConfig
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from goose_strategy.runtime.core import ParallelRuntime
 
 
 class Goose3DStrategy(ParallelStrategy):
@@ -142,9 +147,7 @@ class Goose3DStrategy(ParallelStrategy):
     def precision(self, precision: Precision | None) -> None:
         if precision is not None:
             check_precision(precision)
-            if "convert_module" not in vars(precision):
-                convert = keep_rotary_in_fp32(precision.convert_module)
-                precision.convert_module = convert  # type: ignore[method-assign]
+            keep_rotary_in_fp32(precision)
         self._precision = precision
 
     @override
@@ -193,9 +196,7 @@ class Goose3DStrategy(ParallelStrategy):
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         # The whole model is built on the host, never on the device, which holds only a shard.
-        stack = ExitStack()
-        stack.enter_context(self.precision.module_init_context())
-        return stack
+        return self.precision.module_init_context()
 
     @override
     def process_dataloader(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
@@ -204,13 +205,8 @@ class Goose3DStrategy(ParallelStrategy):
 
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        with self.runtime.backward(tensor):
+        with self.runtime.backward(tensor, module):
             super().backward(tensor, module, *args, **kwargs)
-
-    @override
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        with self.runtime.watch("optimizer step"):
-            return super().optimizer_step(optimizer, **kwargs)
 
     @override
     def clip_gradients_norm(
@@ -240,11 +236,11 @@ class Goose3DStrategy(ParallelStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return self._door.vote(decision, everyone=all)
+        return self.runtime.vote(decision=decision, everyone=all)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._door.barrier(self.root_device)
+        self._door.barrier()
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -265,7 +261,9 @@ class Goose3DStrategy(ParallelStrategy):
         # torch's checkpoint package costs half a second; most starts need none.
         from goose_strategy.strategies.fabric_state import save_fabric_state
 
-        save_fabric_state(self.runtime, path, state, storage_options=storage_options, filter=filter)
+        save_fabric_state(
+            self.runtime, path, state, storage_options=storage_options, filters=filter
+        )
 
     @override
     def load_checkpoint(
@@ -295,9 +293,4 @@ class _SyncControl(compat.BackwardSyncControl):
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return self._context(module, enabled)
-
-    @contextmanager
-    def _context(self, module: nn.Module, enabled: bool) -> Generator[None, None, None]:
-        with self._runtime.no_sync(module, enabled=enabled):
-            yield
+        return self._runtime.no_sync(module, enabled=enabled)

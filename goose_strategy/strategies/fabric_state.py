@@ -40,7 +40,7 @@ def save_fabric_state(
     state: Mapping[str, Any],
     *,
     storage_options: Any = None,
-    filter: Mapping[str, Filter] | None = None,
+    filters: Mapping[str, Filter] | None = None,
 ) -> None:
     """Save what ``fabric.save(path, state, filter=...)`` was given. Collective over the world.
 
@@ -50,7 +50,7 @@ def save_fabric_state(
     """
     if storage_options is not None:
         raise TypeError("storage_options are not supported: no CheckpointIO is used.")
-    keep = dict(filter or {})
+    keep = dict(filters or {})
     tensors: list[LocalTensor] = []
     objects: dict[EntryPath, Any] = {}
     meta: dict[str, Any] = {}
@@ -112,7 +112,7 @@ def load_fabric_state(
     meta = dict(checkpoint.meta)
     states = meta.pop(RNG_KEY, None)
     compat.validate_keys_for_strict_loading(others, meta.keys(), strict=strict)
-    load_model_and_optimizers(checkpoint, models, optimizers, strict=strict)
+    load_model_and_optimizers(checkpoint, models, optimizers, mesh=runtime.mesh, strict=strict)
     for name in others:
         if name in meta:
             _put(state, name, meta.pop(name))

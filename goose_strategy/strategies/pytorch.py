@@ -1,8 +1,9 @@
 """The Trainer door: ``Trainer(strategy=Goose3DStrategy(tp=2, pp=2))``, also from YAML.
 
-A table of translations from the Trainer's hooks to
-:class:`~goose_strategy.runtime.core.ParallelRuntime`. The LightningModule stays unmodified: its
-``training_step`` calls the model and returns the loss, and the schedule runs inside that call.
+A table of translations from the Trainer's hooks to the verbs of `ParallelRuntime`. The
+LightningModule stays unmodified: its ``training_step`` calls the model and returns the loss, and
+the schedule runs inside that call. A strategy that takes the step away from the module, as NeMo's
+does, needs modules, losses and data of its own.
 """
 
 from __future__ import annotations
@@ -10,22 +11,23 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
+
+# Not for type checking only: the command line reads the types of the constructor's arguments.
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment  # noqa: TC002
+from lightning.pytorch.accelerators import Accelerator  # noqa: TC002
+from lightning.pytorch.plugins.precision import Precision  # noqa: TC002
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from goose_strategy.errors import CheckpointError, ConfigError, PlanError
 from goose_strategy.optim.config import ZeroConfig
 from goose_strategy.pipeline_parallel.config import PipelineConfig
-from goose_strategy.runtime.core import ParallelRuntime
 from goose_strategy.strategies import compat
 from goose_strategy.strategies.door import (
     Door,
@@ -36,6 +38,11 @@ from goose_strategy.strategies.door import (
 )
 from goose_strategy.strategies.refusals import refuse_callbacks, refuse_twin_package
 from goose_strategy.tensor_parallel.config import TensorConfig
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from goose_strategy.runtime.core import ParallelRuntime
 
 
 class Goose3DStrategy(ParallelStrategy):
@@ -85,6 +92,7 @@ class Goose3DStrategy(ParallelStrategy):
         config = build_config(tp, pp, pipeline=pipeline, tensor=tensor, zero=zero, privacy=privacy)
         self._door = Door(config, backend=process_group_backend, timeout=timeout)
         self._num_nodes = 1
+        self._ready = False
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -154,6 +162,7 @@ class Goose3DStrategy(ParallelStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         if precision_plugin is not None:
             check_precision(precision_plugin)
+            keep_rotary_in_fp32(precision_plugin)
             self._take_over_clipping(precision_plugin)
         self._precision_plugin = precision_plugin
 
@@ -164,8 +173,6 @@ class Goose3DStrategy(ParallelStrategy):
         every stage and shard by its own norm. Methods of the instance are replaced, so that its
         class stays what Lightning's own checks expect.
         """
-        if "clip_grad_by_norm" in vars(plugin):
-            return
 
         def by_norm(optimizer: Optimizer, clip_val: float) -> None:
             self.runtime.clip_grad_norm(
@@ -178,14 +185,13 @@ class Goose3DStrategy(ParallelStrategy):
         def by_value(optimizer: Optimizer, clip_val: float) -> None:
             self.runtime.clip_grad_value(compat.unwrap_optimizer(optimizer), float(clip_val))
 
-        convert = keep_rotary_in_fp32(plugin.convert_module)
-        plugin.convert_module = convert  # type: ignore[method-assign]
         plugin.clip_grad_by_norm = by_norm  # type: ignore[method-assign]
         plugin.clip_grad_by_value = by_value  # type: ignore[method-assign]
 
     @override
     def connect(self, model: LightningModule) -> None:
         refuse_twin_package(model)
+        self._ready = False
         super().connect(model)
 
     @override
@@ -219,13 +225,14 @@ class Goose3DStrategy(ParallelStrategy):
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(module)
-        self.runtime.shard_module(module)
+        self.runtime.shard_module(module, hook_forward=False)
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             with self.runtime.placeholders(module):
                 self.setup_optimizers(trainer)
-            self.runtime.attach_optimizers(module, self.optimizers)
+            self.runtime.attach_optimizers(module, compat.without_mocks(self.optimizers))
         self.setup_precision_plugin()
+        self._ready = True
 
     @override
     def model_to_device(self) -> None:
@@ -244,6 +251,18 @@ class Goose3DStrategy(ParallelStrategy):
         return super().training_step(*args, **kwargs)
 
     @override
+    def on_validation_start(self) -> None:
+        self.runtime.before_step(self._module())
+
+    @override
+    def on_test_start(self) -> None:
+        self.runtime.before_step(self._module())
+
+    @override
+    def on_predict_start(self) -> None:
+        self.runtime.before_step(self._module())
+
+    @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         # Replicas may predict on different numbers of batches, so they must not wait for each
         # other inside the model.
@@ -254,7 +273,7 @@ class Goose3DStrategy(ParallelStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        with self.runtime.backward(closure_loss):
+        with self.runtime.backward(closure_loss, self._module()):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
@@ -279,11 +298,11 @@ class Goose3DStrategy(ParallelStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return self._door.vote(decision, everyone=all)
+        return self.runtime.vote(decision=decision, everyone=all)
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        self._door.barrier(self.root_device)
+        self._door.barrier()
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -343,7 +362,10 @@ class Goose3DStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self.runtime.fail(exception)
+        # Refusals of a setting, a model or a checkpoint are raised on all ranks, and so is
+        # whatever happens before the set-up has ended: nobody waits for this rank then.
+        if self._ready and not isinstance(exception, (ConfigError, PlanError, CheckpointError)):
+            self.runtime.fail(exception)
 
     @override
     def teardown(self) -> None:

@@ -90,7 +90,7 @@ def load_trainer_state(
     entries = {f"optimizer_{index}": (model, o) for index, o in enumerate(optimizers)}
     stored = {tensor.path[0] for tensor in checkpoint.tensors.values()}
     known = {name: held for name, held in entries.items() if name in stored}
-    load_model_and_optimizers(checkpoint, {WEIGHTS: model}, known, strict=strict)
+    load_model_and_optimizers(checkpoint, {WEIGHTS: model}, known, mesh=runtime.mesh, strict=strict)
     meta = dict(checkpoint.meta)
     states = meta.pop(RNG_KEY, None)
     if states is not None and optimizers:

@@ -1,0 +1,48 @@
+"""Steps under the eyes of the watchdog.
+
+An optimizer's step ends in an exchange of weights; a rank that is stopped there would keep all
+others waiting. The step itself runs the user's closure, so it cannot be watched as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from goose_strategy.optim.zero import ZeroShards
+
+if TYPE_CHECKING:
+    from goose_strategy.data_parallel.reducer import Reducer
+
+Watch: TypeAlias = Callable[[str], AbstractContextManager[None]]
+
+
+class WatchedShards(ZeroShards):
+    """A sharded step whose exchanges are watched.
+
+    Args:
+        reducer: Knows the parameters of the module.
+        optimizer: The user's optimizer.
+        watch: Guards a block by a deadline.
+    """
+
+    def __init__(self, reducer: Reducer, optimizer: Optimizer, watch: Watch) -> None:
+        self._watch = watch
+        super().__init__(reducer, optimizer)
+
+    @override
+    def prepare(self) -> None:
+        with self._watch("gradient reduction"):
+            self.reducer.finalize()
+        super().prepare()
+
+    @override
+    def _after_step(
+        self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]
+    ) -> None:
+        with self._watch("optimizer step"):
+            super()._after_step(_optimizer, _args, _kwargs)
