@@ -113,7 +113,7 @@ class PipelinedForward:
         """
         model = self._model
         model.prepare_gradients()
-        batches = self._batches(args, kwargs)
+        batches, listed = self._batches(args, kwargs)
         for batch in batches:
             check_not_empty(batch)
             if "past_key_values" in batch:
@@ -124,14 +124,15 @@ class PipelinedForward:
                 )
         batches = model.guard(batches)
         as_tuple = batches[0].pop("return_dict", None) is False
-        loss, logits = model.run_pipeline(batches, grad=torch.is_grad_enabled())
+        grad = torch.is_grad_enabled()
+        loss, logits = model.run_pipeline(batches, listed=listed, grad=grad)
         output = CausalLMOutputWithPast(loss=loss, logits=logits)
         return output.to_tuple() if as_tuple else output
 
-    def _batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Batch]:
-        """Return the call's batches: one dict, or the list of dicts passed as ``microbatches``."""
+    def _batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Batch], bool]:
+        """Return the call's one batch, or the microbatches it was given as a list; and which."""
         if len(args) == 1 and isinstance(args[0], (list, tuple)) and not kwargs:
             if not args[0]:
                 raise BatchError("The list of microbatches is empty; pass at least one dict.")
-            return [self._bind((), dict(batch)) for batch in args[0]]
-        return [self._bind(args, kwargs)]
+            return [self._bind((), dict(batch)) for batch in args[0]], True
+        return [self._bind(args, kwargs)], False

@@ -302,11 +302,13 @@ class ShardedModel:
     def _wait_count(self) -> Tensor | None:
         return None if self._count is None else self._count.wait()
 
-    def run_pipeline(self, batches: list[Batch], *, grad: bool) -> tuple[Tensor | None, Any]:
+    def run_pipeline(
+        self, batches: list[Batch], *, listed: bool, grad: bool
+    ) -> tuple[Tensor | None, Any]:
         """Run the schedule; return the loss and, where wanted, the logits."""
         if self._pipeline is None:
             raise ConfigError("This module is not cut into stages.")
-        return self._pipeline(batches, grad=grad)
+        return self._pipeline(batches, listed=listed, grad=grad)
 
     def shards_of(self, optimizer: Optimizer) -> list[WatchedShards]:
         """Return the shards that an optimizer steps."""

@@ -57,11 +57,14 @@ class PipelineCall:
             guard=None if watchdog is None else watchdog.guard,
         )
 
-    def __call__(self, batches: list[Batch], *, grad: bool) -> tuple[Tensor | None, Any]:
+    def __call__(
+        self, batches: list[Batch], *, listed: bool, grad: bool
+    ) -> tuple[Tensor | None, Any]:
         """Run the schedule over the batches of one call. Collective over the world.
 
         Args:
-            batches: One batch to be split, or several that are microbatches already.
+            batches: One batch to be split, or microbatches.
+            listed: Whether they are microbatches already.
             grad: Whether the caller wants gradients (if there are labels and trainable weights).
 
         Returns:
@@ -69,7 +72,7 @@ class PipelineCall:
             ``None`` without labels; and the logits where they are wanted, else ``None``.
         """
         model, own_loss = self._model, self._config.loss_fn is not None
-        whole: Any = batches[0] if len(batches) == 1 else batches
+        whole = batches if listed else batches[0]
         microbatches = split_batch(whole, self._config, stages=self._mesh.pp_size)
         has_loss = own_loss or all(batch.get("labels") is not None for batch in batches)
         train = grad and has_loss and model.surgery.trains
@@ -83,6 +86,9 @@ class PipelineCall:
             if (head := model.surgery.head) is not None:
                 stack.enter_context(head.local(not (own_loss or want_logits)))
             result, call = self._run(microbatches, train=train, want_logits=want_logits)
+        if count is not None:
+            # Only the last stage has divided by it; elsewhere the sum would stay under way.
+            count.wait()
         loss, scale = self._share(result, own_loss=own_loss) if has_loss else (None, 1.0)
         logits = self._share_logits(result.logits) if want_logits else None
         if loss is not None and call is not None:
