@@ -23,6 +23,7 @@ from goose_strategy.optim.config import ZeroConfig
 from goose_strategy.pipeline_parallel.config import PipelineConfig
 from goose_strategy.runtime.core import ParallelRuntime
 from goose_strategy.runtime.settings import RuntimeConfig
+from goose_strategy.tensor_parallel.config import TensorConfig
 from tests.harness.compare import assert_close_named, assert_close_numbers, relative_error
 from tests.harness.models import Batch, Family, batches, tiny_model
 from tests.harness.worker import Context
@@ -62,6 +63,7 @@ class Case:
         autocast: Type of mixed precision, or ``None``.
         settings: Further arguments of the model's config.
         pipeline: Further arguments of the pipeline's config.
+        tensor: Arguments of the tensor parallel config.
     """
 
     family: Family = "llama"
@@ -81,6 +83,7 @@ class Case:
     autocast: torch.dtype | None = None
     settings: tuple[tuple[str, Any], ...] = ()
     pipeline: tuple[tuple[str, Any], ...] = ()
+    tensor: tuple[tuple[str, Any], ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -92,7 +95,8 @@ class Case:
         """The same in one process."""
         # A mesh of four tp ranks needs four kv heads; one process takes the same model.
         tp = 4 if self.tp == 4 else 1
-        return replace(self, tp=tp, pp=1, dp=1, schedule="1F1B", microbatches=1, pipeline=())
+        mesh = {"schedule": "1F1B", "microbatches": 1, "pipeline": (), "tensor": ()}
+        return replace(self, tp=tp, pp=1, dp=1, **mesh)
 
     @property
     def mesh_name(self) -> str:
@@ -128,7 +132,7 @@ class Case:
 
     def config(self) -> RuntimeConfig:
         """Return the settings of the mesh; buckets are small, so that there are several."""
-        pipeline: dict[str, Any] = dict(self.pipeline)
+        pipeline, tensor = dict(self.pipeline), dict(self.tensor)
         return RuntimeConfig(
             tp=self.tp,
             pp=self.pp,
@@ -137,6 +141,7 @@ class Case:
                 num_microbatches=self.microbatches,
                 **pipeline,
             ),
+            tensor=TensorConfig(**tensor),
             zero=ZeroConfig(bucket_numel=4096),
         )
 
