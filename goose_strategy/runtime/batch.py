@@ -94,10 +94,14 @@ class Binder:
 
     Args:
         forward: The model's own bound forward.
+
+    Attributes:
+        signature: Its signature, for those who ask what the model takes.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        self._names = list(inspect.signature(forward).parameters)
+        self.signature = inspect.signature(forward)
+        self._names = list(self.signature.parameters)
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
         """Return a call's arguments by name, without those that are ``None``.
@@ -125,6 +129,21 @@ def check_not_empty(batch: Mapping[str, Any]) -> None:
             raise BatchError(
                 f"{name} has shape {tuple(value.shape)}: the batch is empty; "
                 "drop empty batches, for example with DataLoader(drop_last=True)."
+            )
+
+
+def refuse_cache(batch: Mapping[str, Any], pp: int) -> None:
+    """Refuse a cache of keys and values: each microbatch would write into all of its rows.
+
+    Raises:
+        NotImplementedError: If there is one, as ``generate()`` passes it.
+    """
+    for name, value in batch.items():
+        if name == "past_key_values" or hasattr(value, "get_seq_length"):
+            raise NotImplementedError(
+                f"pp={pp}: the stages of a pipeline keep no cache of keys and values, but {name} "
+                "was passed. Call generate(..., use_cache=False), or save the model and load it "
+                "with transformers to generate."
             )
 
 

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from goose_strategy.comm.collectives import all_reduce
 from goose_strategy.errors import BatchError
-from goose_strategy.runtime.batch import Batch, Binder, check_not_empty
+from goose_strategy.runtime.batch import Batch, Binder, check_not_empty, refuse_cache
 from goose_strategy.runtime.counting import TokenCount
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ class DirectForward:
         self._model = model
         self._original = original
         self._bind = Binder(original)
+        # transformers asks for it: generate() passes an attention mask only to who takes one.
+        self.__signature__ = self._bind.signature
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """Return the plain forward of the copied model, which is a model of its own."""
@@ -103,6 +105,7 @@ class PipelinedForward:
     def __init__(self, model: ShardedModel, original: Callable[..., Any]) -> None:
         self._model = model
         self._bind = Binder(original)
+        self.__signature__ = self._bind.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the schedule over all microbatches; see :mod:`goose_strategy.runtime.forward`.
@@ -116,12 +119,7 @@ class PipelinedForward:
         batches, listed = self._batches(args, kwargs)
         for batch in batches:
             check_not_empty(batch)
-            if "past_key_values" in batch:
-                raise NotImplementedError(
-                    f"pp={model.mesh.pp_size}: the stages of a pipeline keep no cache of keys and "
-                    "values, so generate() and past_key_values do not work; save the model, load "
-                    "it with transformers, and generate there."
-                )
+            refuse_cache(batch, model.mesh.pp_size)
         batches = model.guard(batches)
         as_tuple = batches[0].pop("return_dict", None) is False
         grad = torch.is_grad_enabled()

@@ -11,6 +11,7 @@ import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning.fabric import Fabric
@@ -35,17 +36,20 @@ class Raised:
     trace: str
 
 
+def attempt(act: Callable[[], Any]) -> Any:
+    """Return what ``act`` returns, or what it raised."""
+    try:
+        return act()
+    except Exception as error:
+        return Raised(type(error).__name__, str(error), "".join(traceback.format_exc()))
+
+
 def play(ctx: Context, scenarios: list[Scenario]) -> list[Any]:
     """Run scenarios one after another on this rank."""
     results: list[Any] = []
     for scenario in scenarios:
         seed_everything()
-        try:
-            results.append(scenario(ctx))
-        except Exception as error:
-            results.append(
-                Raised(type(error).__name__, str(error), "".join(traceback.format_exc()))
-            )
+        results.append(attempt(partial(scenario, ctx)))
         gc.collect()
     return results
 
