@@ -7,6 +7,7 @@ group of one rank, for which there is nothing to do; every call hands back somet
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from goose_strategy.comm.exchange import GatherByMessages, ScatterByExchange
 from goose_strategy.comm.host import (
     Deferred,
     ReduceName,
@@ -65,6 +67,7 @@ class _Done:
 DONE: Pending = _Done()
 """What a call returns that has nothing left to wait for."""
 
+# torch 2.13 renamed the flat collectives and warns of the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -126,6 +129,8 @@ def all_gather_flat(
     peers = PEERS.get(group)
     if peers is not None:
         return _on_host(peers, partial(all_gather_host, peers, output, shard), async_op=async_op)
+    if output.device.type == "cpu":
+        return _begun(GatherByMessages(output, shard, group), async_op=async_op)
     work = _all_gather(output, shard, group=group, async_op=async_op)
     return work if work is not None else DONE
 
@@ -172,12 +177,16 @@ def reduce_scatter_flat(
     """
     if group is None:
         return DONE
-    peers = PEERS.get(group)
-    if peers is None:
-        return all_reduce(flat, group, async_op=async_op)
     if ACTIVE:
         _note(group, "reduce_scatter", flat)
-    return _on_host(peers, partial(reduce_scatter_host, peers, flat), async_op=async_op)
+    peers = PEERS.get(group)
+    if peers is not None:
+        return _on_host(peers, partial(reduce_scatter_host, peers, flat), async_op=async_op)
+    if flat.device.type == "cpu":
+        return _begun(ScatterByExchange(flat, group), async_op=async_op)
+    own = flat.view(group.size(), -1)[group.rank()]
+    work = _reduce_scatter(own, flat, group=group, async_op=async_op)
+    return work if work is not None else DONE
 
 
 def broadcast(
@@ -200,19 +209,46 @@ def all_gather_objects(obj: _T, group: ProcessGroup | None) -> list[_T]:
     """Return the picklable ``obj`` of every rank, ordered by group rank."""
     if group is None:
         return [obj]
-    gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, obj, group=group)
-    return gathered
+    peers = PEERS.get(group)
+    if peers is None:
+        gathered: list[Any] = [None] * group.size()
+        dist.all_gather_object(gathered, obj, group=group)
+        return gathered
+    mine = _pickled(obj)
+    lengths = mine.new_empty(group.size(), dtype=torch.int64)
+    all_gather_flat(lengths, torch.tensor([mine.numel()]), group)
+    padded = mine.new_zeros(int(lengths.max()))
+    padded[: mine.numel()].copy_(mine)
+    every = padded.new_empty(group.size(), padded.numel())
+    all_gather_flat(every.view(-1), padded, group)
+    return [_unpickled(row[:length]) for row, length in zip(every, lengths.tolist(), strict=True)]
 
 
 def broadcast_object(obj: _T, *, source: int, group: ProcessGroup | None) -> _T:
     """Return the picklable ``obj`` of the global rank ``source``."""
     if group is None:
         return obj
-    holder: list[Any] = [obj]
-    dist.broadcast_object_list(holder, source, group=group, device=torch.device("cpu"))
-    result: _T = holder[0]
-    return result
+    peers = PEERS.get(group)
+    if peers is None:
+        holder: list[Any] = [obj]
+        dist.broadcast_object_list(holder, source, group=group)
+        result: _T = holder[0]
+        return result
+    is_source = peers.ranks[peers.rank] == source
+    sent = _pickled(obj) if is_source else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([sent.numel()])
+    broadcast(length, source=source, group=group)
+    received = sent if is_source else torch.empty(int(length), dtype=torch.uint8)
+    broadcast(received, source=source, group=group)
+    return obj if is_source else _unpickled(received)
+
+
+def _begun(pending: Pending, *, async_op: bool) -> Pending:
+    """Wait for an operation unless the caller will."""
+    if async_op:
+        return pending
+    pending.wait()
+    return DONE
 
 
 def _on_host(peers: HostPeers, run: Callable[[], None], *, async_op: bool) -> Pending:
@@ -222,6 +258,14 @@ def _on_host(peers: HostPeers, run: Callable[[], None], *, async_op: bool) -> Pe
     run_deferred(peers)
     run()
     return DONE
+
+
+def _pickled(obj: object) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+
+
+def _unpickled(data: Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())
 
 
 def _note(group: ProcessGroup, op: str, tensor: Tensor, peer: int | None = None) -> None:

@@ -28,10 +28,11 @@ _Combine: TypeAlias = Callable[..., Tensor]
 
 _WORD = struct.Struct("12s12sQ")  # operation, dtype, elements
 _COMBINE: dict[str, _Combine] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-_HALVED = (torch.bfloat16, torch.float16)
-# Above so many ranks it is cheaper that each sums a share and the others copy it.
-_DIRECT_RANKS = 4
-_DIRECT_NUMEL = 1 << 14
+HALVED = (torch.bfloat16, torch.float16)
+"""Types that are summed in fp32, by both CPU transports."""
+# From so many bytes on it is cheaper that each rank sums a share and the others copy it.
+_SHARES_BYTES = {2: 1 << 62, 3: 1 << 62, 4: (1 << 20) + 1}
+_SHARES_BYTES_MORE_RANKS = 1 << 16
 
 
 class Deferred:
@@ -51,6 +52,8 @@ class Deferred:
     def wait(self) -> None:
         """Run what was launched on this group before it, then this one."""
         while self._action is not None:
+            if not self._peers.deferred:
+                raise MeshError(f"the mesh was closed before an operation on {self._peers.name}.")
             self._peers.deferred.popleft()()
 
 
@@ -65,7 +68,8 @@ def all_reduce_host(peers: HostPeers, tensor: Tensor, op: ReduceName) -> None:
     flat = tensor.detach().view(-1)
     step = HALF_BYTES // flat.element_size()
     numel = flat.numel()
-    if peers.size > _DIRECT_RANKS and numel >= _DIRECT_NUMEL and op == "sum":
+    threshold = _SHARES_BYTES.get(peers.size, _SHARES_BYTES_MORE_RANKS)
+    if op == "sum" and numel * flat.element_size() >= threshold:
         _reduce_by_shares(peers, flat)
         return
     if numel <= step:
@@ -81,7 +85,7 @@ def _reduce_piece(peers: HostPeers, piece: Tensor, op: ReduceName) -> None:
     boxes[peers.rank][:numel].copy_(piece)
     exchange(peers, f"reduce {op}", piece.dtype, numel)
     combine = _COMBINE[op]
-    if piece.dtype in _HALVED:
+    if piece.dtype in HALVED:
         total = boxes[0][:numel].float()
         for box in boxes[1:]:
             combine(total, box[:numel], out=total)
@@ -124,7 +128,7 @@ def _scatter_piece(peers: HostPeers, piece: Tensor) -> None:
     exchange(peers, "scatter sum", piece.dtype, width)
     own = piece[me]
     parts = [own if other == me else box[me] for other, box in enumerate(boxes)]
-    if piece.dtype in _HALVED:
+    if piece.dtype in HALVED:
         total = parts[0].float()
         for part in parts[1:]:
             total.add_(part)

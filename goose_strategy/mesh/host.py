@@ -148,14 +148,14 @@ def connect_host(
             _meet(local, list(groups), addresses, rank, listener)
     except OSError:
         works = False
+        _close_all(local)  # so that neighbours do not wait for this rank
     finally:
         if listener is not None:
             listener.close()
     verdict = torch.tensor([int(works)])
     dist.all_reduce(verdict, dist.ReduceOp.MIN, group=control)
     if not verdict.item():
-        for peers in local.values():
-            peers.close()
+        _close_all(local)
         return {}
     named = ((groups[name], peers) for name, peers in local.items())
     connected = {group: peers for group, peers in named if group is not None}
@@ -169,6 +169,11 @@ def disconnect_host(connected: Mapping[ProcessGroup, HostPeers]) -> None:
         peers.close()
         if PEERS.get(group) is peers:
             del PEERS[group]
+
+
+def _close_all(local: Mapping[str, HostPeers]) -> None:
+    for peers in local.values():
+        peers.close()
 
 
 def _machine() -> tuple[str, ...]:

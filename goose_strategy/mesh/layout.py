@@ -110,7 +110,7 @@ class MeshLayout:
         """Return the global ranks that differ from ``rank`` only on ``axis``, itself included."""
         here = self.coordinates(rank)._asdict()
         return tuple(
-            self.rank(Coordinates(**{**here, axis.value: position}))
+            self.rank(Coordinates(**{**here, str(axis): position}))
             for position in range(self.size(axis))
         )
 
