@@ -9,7 +9,9 @@ from __future__ import annotations
 import gc
 import re
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,7 +42,7 @@ def attempt(act: Callable[[], Any]) -> Any:
     """Return what ``act`` returns, or what it raised."""
     try:
         return act()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is the result
         return Raised(type(error).__name__, str(error), "".join(traceback.format_exc()))
 
 
@@ -110,6 +112,14 @@ def pieces(model: ShardedModel) -> Pieces:
         name: (model.surgery.specs[name], param.detach().clone())
         for name, param in model.module.named_parameters()
     }
+
+
+@contextmanager
+def advice_ignored() -> Iterator[None]:
+    """Let Lightning advise, which it does on rank 0 only."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
