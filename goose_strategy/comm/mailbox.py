@@ -3,7 +3,8 @@
 The sender copies the payload into memory that the receiver has mapped and puts a packet with the
 header on the socket between them; the receiver checks the header, copies the payload out, and
 says so, which frees the memory. A send therefore never waits for its receiver, and every message
-carries its header. Memory grows to what is under way at once and is used again afterwards.
+carries its header. Memory grows to what is under way at once and is used again afterwards. (The
+socket holds some hundred packets; a sender that is further ahead than that does wait.)
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from goose_strategy.comm.message import (
 from goose_strategy.errors import PeerError
 from goose_strategy.mesh.host import HostPeers, map_memory
 
-_PACKET = struct.Struct("cxxxIQ")  # kind, number of the area, offset or size in bytes
+_PACKET = struct.Struct("cxxxIQ")  # kind, number of the area; its bytes, an offset, or a count
 _AREA, _DATA, _TAKEN = b"A", b"D", b"T"
 _HEADER_BYTES = 8 * HEADER_NUMEL
 _PACKET_BYTES = _PACKET.size + _HEADER_BYTES
@@ -119,6 +120,7 @@ class Mailbox:
         self._rank = peers.ranks[peers.rank]
         self._areas: list[_Area] = []
         self._theirs: dict[int, Tensor] = {}
+        self._owed: dict[int, int] = {}
         self._arrived: deque[tuple[int, int, bytes]] = deque()
         self._awaited: deque[MailReceive] = deque()
         self._headers: dict[Hashable, bytes] = {}
@@ -181,8 +183,20 @@ class Mailbox:
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
             pending.note("receive", tensor)
             tensors.append(tensor)
-        self._put(_PACKET.pack(_TAKEN, number, 0), None)
+        self._thank(number)
         return tuple(tensors)
+
+    def _thank(self, number: int) -> None:
+        """Say that a message was copied out. Never waits, and the neighbour may be gone."""
+        owed = self._owed.get(number, 0) + 1
+        try:
+            self._link.send(_PACKET.pack(_TAKEN, number, owed), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            self._owed[number] = owed  # with the next one
+        except OSError:
+            pass
+        else:
+            self._owed[number] = 0
 
     def _room(self, nbytes: int) -> tuple[_Area, int]:
         """Find free memory, after hearing what the receiver has taken meanwhile."""
@@ -202,22 +216,21 @@ class Mailbox:
         try:
             os.ftruncate(descriptor, nbytes)
             area = _Area(number, map_memory(descriptor, nbytes))
-            self._put(_PACKET.pack(_AREA, number, nbytes), "to map memory", descriptor)
+            self._put(_PACKET.pack(_AREA, number, nbytes), "to map memory", [descriptor])
         finally:
             os.close(descriptor)
         self._areas.append(area)
         return area
 
-    def _put(self, packet: bytes, purpose: str | None, descriptor: int | None = None) -> None:
-        """Put a packet on the socket; a neighbour that needs no more thanks may be gone."""
+    def _put(self, packet: bytes, purpose: str, descriptors: Sequence[int] = ()) -> None:
+        """Put a packet on the socket, with descriptors beside it."""
         try:
-            if descriptor is None:
-                self._link.send(packet)
+            if descriptors:
+                socket.send_fds(self._link, [packet], descriptors)
             else:
-                socket.send_fds(self._link, [packet], [descriptor])
+                self._link.send(packet)
         except OSError as err:
-            if purpose is not None:
-                raise self._lost(err, purpose) from err
+            raise self._lost(err, purpose) from err
 
     def _listen(self, purpose: str | None) -> bool:
         """Hear one packet: wait for it, or with ``purpose=None`` only look whether there is one.
@@ -236,7 +249,7 @@ class Mailbox:
         if kind == _DATA:
             self._arrived.append((number, value, packet[_PACKET.size :]))
         elif kind == _TAKEN:
-            self._areas[number].under_way -= 1
+            self._areas[number].under_way -= value
         else:
             self._map(number, value, ancillary)
         return True

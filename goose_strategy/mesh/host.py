@@ -247,6 +247,8 @@ def _add(peers: HostPeers, at: int, channel: int, link: socket.socket) -> None:
     # A limit in the kernel: Python's own timeout would cost a `poll` for each message.
     link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     if channel == _MESSAGE:
+        # Room for many packets, as far as the kernel allows.
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
         peers.mail[at] = link
     else:
         peers.sockets.append((at, link))

@@ -35,7 +35,7 @@ def test_a_header_is_read_as_it_was_written():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ScheduleError, match="needs 67 header entries, but there are 64"):
         encode(metas_of([torch.zeros(1, 1)] * 16), "k")
-    with pytest.raises(ScheduleError, match="dtype=torch.complex64 cannot be sent"):
+    with pytest.raises(ScheduleError, match=r"dtype=torch\.complex64 cannot be sent"):
         encode((TensorMeta((1,), torch.complex64),), "k")
     with pytest.raises(ScheduleError, match="is no header"):
         decode([1, 2, 3])

@@ -100,7 +100,7 @@ def test_messages_are_matched_by_pair_and_direction():
     sent = ("pp[0, 1, 2]", "send", 1, (4,))
     received = ("pp[0, 1, 2]", "receive", 0, (4,))
     assert mismatches({0: _recorder(sent, sent), 1: _recorder(received, received)}) == []
-    (text,) = mismatches({0: _recorder(sent), 1: _recorder(received[:3] + ((5,),))})
+    (text,) = mismatches({0: _recorder(sent), 1: _recorder((*received[:3], (5,)))})
     assert text.startswith("pp[0, 1, 2]: rank 0 sent [((4,), torch.float32)] to rank 1")
     (text,) = mismatches({0: _recorder(sent), 1: _recorder()})
     assert text.endswith("to rank 1, which received [].")
@@ -110,5 +110,5 @@ def test_recorders_nest_and_leave():
     outer, inner = Recorder(), Recorder()
     with recording(outer) as same, recording(inner):
         assert same is outer
-        assert ACTIVE == [outer, inner]
-    assert ACTIVE == []
+        assert [outer, inner] == ACTIVE
+    assert not ACTIVE

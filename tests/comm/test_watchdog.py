@@ -15,7 +15,7 @@ import torch.distributed as dist
 from goose_strategy.comm.collectives import all_reduce
 from goose_strategy.comm.p2p import StageLink
 from goose_strategy.comm.watchdog import Watchdog
-from goose_strategy.errors import ConfigError, PeerError
+from goose_strategy.errors import ConfigError
 from goose_strategy.mesh.layout import MeshLayout
 from goose_strategy.mesh.mesh import ParallelMesh
 from tests.harness.world import run_ranks
@@ -210,8 +210,9 @@ def _alone(ctx):
         MeshLayout(tp=1, pp=1, dp=1), device=torch.device("cpu"), timeout=timedelta(seconds=5)
     )
     watchdog = Watchdog(mesh, step_timeout_s=0.01, first_step_timeout_s=0.01)
-    with pytest.raises(ValueError, match="mine"), watchdog.guard("forward"):
+    with watchdog.guard("forward"):
         time.sleep(0.1)
+    with pytest.raises(ValueError, match="mine"), watchdog.guard("forward"):
         raise ValueError("mine")
     with watchdog.guard("forward"):
         pass

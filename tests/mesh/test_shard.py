@@ -15,12 +15,11 @@ SHAPES = [(), (7,), (3, 5), (1, 4), (4, 1), (2, 3, 4), (3, 1, 2, 2)]
 def _spec(shape, **changes):
     given = {
         "name": "w",
-        "global_shape": tuple(2 * n + 1 for n in shape),
+        "global_shape": tuple(2 * n + len(shape) for n in shape),
         "offsets": tuple(range(len(shape))),
         "local_shape": shape,
         "dtype": torch.float32,
     }
-    given["global_shape"] = tuple(max(g, o + n) for g, o, n in zip(*list(given.values())[1:4]))
     return ShardSpec(**{**given, **changes})
 
 
