@@ -147,6 +147,13 @@ def refuse_cache(batch: Mapping[str, Any], pp: int) -> None:
             )
 
 
+def join_logits(logits: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
+    """Return microbatches' logits in one tensor, or as they are where their lengths differ."""
+    if len({tensor.shape[1:] for tensor in logits}) == 1:
+        return torch.cat(logits)
+    return tuple(logits)
+
+
 def _move(batch: Batch, device: torch.device) -> Batch:
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from goose_strategy.comm.collectives import all_reduce
 from goose_strategy.errors import BatchError
-from goose_strategy.runtime.batch import Batch, Binder, check_not_empty, refuse_cache
+from goose_strategy.runtime.batch import (
+    Batch,
+    Binder,
+    check_not_empty,
+    join_logits,
+    refuse_cache,
+)
 from goose_strategy.runtime.counting import TokenCount
 
 if TYPE_CHECKING:
@@ -74,24 +81,57 @@ class DirectForward:
         return copied
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward; see :mod:`goose_strategy.runtime.forward`."""
+        """Run the model's forward; see :mod:`goose_strategy.runtime.forward`.
+
+        Raises:
+            BatchError: If the batch is empty or differs between the ranks of this replica.
+        """
         model = self._model
         model.prepare_gradients()
-        batch = self._bind(args, kwargs)
-        check_not_empty(batch)
-        (batch,) = model.guard([batch])
+        batches, listed = name_batches(self._bind, args, kwargs)
+        for batch in batches:
+            check_not_empty(batch)
+        batches = model.guard(batches)
+        if listed:
+            return self._listed(batches)
+        (batch,) = batches
         if batch.get("labels") is None:
             with model.watch("forward"):
                 return self._original(**batch)
         as_tuple = batch.pop("return_dict", None) is False
-        group = model.mesh.dp if model.global_loss else None
-        count = None if "num_items_in_batch" in batch else TokenCount.of([batch], group)
-        with model.watch("forward"), model.counting(count):
+        with self._counted(batches), model.watch("forward"):
             output = self._original(**batch, return_dict=True)
-        if group is not None:
-            to_global: Callable[..., Tensor] = _GlobalLoss.apply
-            output.loss = to_global(output.loss, group, model.mesh.dp_size)
+        output.loss = self._global(output.loss)
         return output.to_tuple() if as_tuple else output
+
+    def _listed(self, batches: list[Batch]) -> Any:
+        """Run a list of microbatches one after another, as a call with ``pp > 1`` would take it."""
+        has_labels = all(batch.get("labels") is not None for batch in batches)
+        settings = [{**batch, "return_dict": True} for batch in batches]
+        with ExitStack() as stack:
+            stack.enter_context(self._model.watch("forward"))
+            if has_labels:
+                stack.enter_context(self._counted(batches))
+                if (head := self._model.surgery.head) is not None:
+                    stack.enter_context(head.local())
+            outputs = [self._original(**batch) for batch in settings]
+        if has_labels:
+            loss = self._global(torch.stack([output.loss for output in outputs]).sum())
+            return CausalLMOutputWithPast(loss=loss)
+        return CausalLMOutputWithPast(logits=join_logits([output.logits for output in outputs]))
+
+    def _counted(self, batches: list[Batch]) -> AbstractContextManager[None]:
+        group = self._model.mesh.dp if self._model.global_loss else None
+        own = "num_items_in_batch" in batches[0]
+        return self._model.counting(None if own else TokenCount.of(batches, group))
+
+    def _global(self, loss: Tensor) -> Tensor:
+        """Return the loss of all replicas."""
+        mesh = self._model.mesh
+        if mesh.dp is None or not self._model.global_loss:
+            return loss
+        to_global: Callable[..., Tensor] = _GlobalLoss.apply
+        return to_global(loss, mesh.dp, mesh.dp_size)
 
 
 class PipelinedForward:
@@ -116,7 +156,7 @@ class PipelinedForward:
         """
         model = self._model
         model.prepare_gradients()
-        batches, listed = self._batches(args, kwargs)
+        batches, listed = name_batches(self._bind, args, kwargs)
         for batch in batches:
             check_not_empty(batch)
             refuse_cache(batch, model.mesh.pp_size)
@@ -127,10 +167,17 @@ class PipelinedForward:
         output = CausalLMOutputWithPast(loss=loss, logits=logits)
         return output.to_tuple() if as_tuple else output
 
-    def _batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Batch], bool]:
-        """Return the call's one batch, or the microbatches it was given as a list; and which."""
-        if len(args) == 1 and isinstance(args[0], (list, tuple)) and not kwargs:
-            if not args[0]:
-                raise BatchError("The list of microbatches is empty; pass at least one dict.")
-            return [self._bind((), dict(batch)) for batch in args[0]], True
-        return [self._bind(args, kwargs)], False
+
+def name_batches(
+    bind: Binder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Batch], bool]:
+    """Return the call's one batch, or the microbatches it was given as a list; and which.
+
+    Raises:
+        BatchError: If the list is empty.
+    """
+    if len(args) == 1 and isinstance(args[0], (list, tuple)) and not kwargs:
+        if not args[0]:
+            raise BatchError("The list of microbatches is empty; pass at least one dict.")
+        return [bind((), dict(batch)) for batch in args[0]], True
+    return [bind(args, kwargs)], False

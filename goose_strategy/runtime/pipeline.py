@@ -21,6 +21,7 @@ from goose_strategy.pipeline_parallel.bridge import attach_loss
 from goose_strategy.pipeline_parallel.engine import Engine, StepResult
 from goose_strategy.pipeline_parallel.links import connect_stages
 from goose_strategy.pipeline_parallel.microbatch import split_batch
+from goose_strategy.runtime.batch import join_logits
 from goose_strategy.runtime.counting import TokenCount
 
 if TYPE_CHECKING:
@@ -152,9 +153,7 @@ class PipelineCall:
                 tensor = torch.empty(shape, dtype=dtype, device=mesh.device)
             broadcast(tensor, source=source, group=mesh.pp_forward)
             received.append(tensor)
-        if len({tensor.shape[1:] for tensor in received}) == 1:
-            return torch.cat(received)
-        return tuple(received)
+        return join_logits(received)
 
 
 class Release:
