@@ -6,7 +6,16 @@ message by a ``key`` and checks a header before any payload is touched, so that 
 Python error that names both sides. Its sends never block, and its waits say who waited for whom.
 
 Between CPU ranks on one machine messages go through shared memory (``mailbox``), otherwise through
-the process group (``wire``).
+the process group (``wire``). One way between 2 ranks on 2 shared cores, median wall / CPU ms:
+
+========  ===========================  ====================  ===========
+payload   shared memory                gloo, idle machine    gloo, busy
+========  ===========================  ====================  ===========
+64 KiB    0.07 / 0.07                  0.10 / 0.12           1.6 / 1.6
+256 KiB   0.08 / 0.09                  0.15 / 0.18           1.6 / 1.6
+1 MiB     0.14 / 0.14                  0.5 / 0.6             1.3 / 1.3
+4 MiB     0.6 / 0.6                    1.4 / 1.7             1.8 / 1.9
+========  ===========================  ====================  ===========
 """
 
 from __future__ import annotations
