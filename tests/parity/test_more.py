@@ -59,7 +59,7 @@ def listed(session: Session, _case: Case) -> None:
     learn(session, [batch_of(6, rows=4), batch_of(16, rows=4)])
 
 
-@on(*STAGED, Case(pp=4))
+@on(*MESHES, Case(pp=4))
 def test_list_of_microbatches_of_different_shapes(case: Case) -> None:
     assert_parity(case, scenario=listed)
 
