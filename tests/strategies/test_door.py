@@ -1,0 +1,210 @@
+"""What both doors share: settings, precision, reductions over replicas, loaders."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import HalfPrecision, Precision
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from goose_strategy import Goose3DFabricStrategy, Goose3DStrategy
+from goose_strategy.errors import ConfigError
+from goose_strategy.runtime.settings import RuntimeConfig
+from goose_strategy.strategies.door import (
+    PRECISIONS,
+    Door,
+    build_config,
+    keep_rotary_in_fp32,
+    wrong_door,
+)
+from tests.harness.models import batches, tiny_model
+from tests.harness.worker import Context
+from tests.strategies.ranks import good, make_fabric, world
+
+# -- precision ----------------------------------------------------------------------------------
+
+
+class Named(Precision):
+    """A plugin of a precision that needs a package or a device."""
+
+    def __init__(self, name: str) -> None:
+        self.precision = name  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("name", ["16-mixed", "16-true", "transformer-engine", "bitsandbytes"])
+def test_precisions_that_do_not_train_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"precision='{name}' is not supported.*'bf16-mixed'"):
+        Goose3DFabricStrategy(precision=Named(name))
+    with pytest.raises(ConfigError, match=f"precision='{name}'"):
+        Goose3DStrategy(precision_plugin=Named(name))  # type: ignore[arg-type]
+
+
+def test_half_precision_is_refused_before_any_group() -> None:
+    for start in (Fabric, Trainer):
+        with pytest.raises(ConfigError, match="precision='16-true'"):
+            start(accelerator="cpu", devices=2, strategy="goose3d", precision="16-true")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_the_others_are_taken_at_both_doors(name: Any) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy="goose3d", precision=name)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, strategy="goose3d", precision=name, logger=False
+    )
+    assert fabric.strategy.precision.precision == name
+    assert trainer.strategy.precision_plugin.precision == name
+
+
+def test_a_cast_leaves_rotary_frequencies_in_fp32() -> None:
+    plugin = HalfPrecision("bf16-true")
+    keep_rotary_in_fp32(plugin)
+    keep_rotary_in_fp32(plugin)
+    whole = tiny_model("llama", dtype=torch.float32)
+    exact = whole.model.rotary_emb.inv_freq.clone()
+    model = plugin.convert_module(whole)
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(model.model.rotary_emb.inv_freq, exact)
+    assert "model.rotary_emb.inv_freq" not in model.state_dict()
+
+
+def test_a_cast_takes_buffers_that_are_saved_along() -> None:
+    plugin = HalfPrecision("bf16-true")
+    keep_rotary_in_fp32(plugin)
+    assert plugin.convert_module(nn.BatchNorm1d(2)).running_mean.dtype == torch.bfloat16
+
+
+def test_a_plugin_clips_by_the_strategy_it_is_given_to() -> None:
+    plugin = Trainer(accelerator="cpu", devices=1, logger=False).precision_plugin
+    first, second = Goose3DStrategy(), Goose3DStrategy()
+    first.precision_plugin = plugin
+    second.precision_plugin = plugin
+    clip: Any = vars(plugin)["clip_grad_by_norm"]
+    with pytest.raises(ConfigError, match="SGD is not attached"):
+        clip(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), 1.0)
+    assert second in [cell.cell_contents for cell in clip.__closure__]
+
+
+# -- settings -----------------------------------------------------------------------------------
+
+
+def test_rooms_become_one_config() -> None:
+    config = build_config(2, 4, privacy=None)
+    assert isinstance(config, RuntimeConfig)
+    assert (config.tp, config.pp) == (2, 4)
+
+
+def test_private_training_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"privacy.*not supported"):
+        build_config(1, 1, privacy=object())
+
+
+def test_the_hint_names_both_classes() -> None:
+    hint = wrong_door("lightning.fabric.Fabric", "Here", "There")
+    assert "lightning.fabric.Fabric" in hint
+    assert "from goose_strategy import There` instead of Here" in hint
+
+
+# -- before the processes are there -------------------------------------------------------------
+
+
+def test_a_closed_door_passes_everything_through() -> None:
+    door = Door(RuntimeConfig())
+    loader = DataLoader([1])
+    assert door.process_dataloader(loader) is loader
+    assert door.broadcast("mine", 1) == "mine"
+    assert door.reduce(torch.ones(()), None, "sum").item() == 1.0
+    assert door.reduce("no tensor", None, "sum") == "no tensor"
+    door.barrier()
+
+
+# -- with them ----------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        yield from range(2)
+
+
+def _reductions(ctx: Context) -> dict[str, Any]:
+    fabric = make_fabric(ctx, 1, 2)  # pp2, dp2
+    strategy = fabric.strategy
+    mine = torch.tensor(float(strategy.data_parallel_rank + 1))
+    pair = strategy.runtime.mesh.model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # Lightning calls what torch deprecates
+        gathered = fabric.all_gather(torch.tensor(ctx.rank)).tolist()
+    return {
+        "place": (strategy.data_parallel_rank, strategy.data_parallel_size),
+        "mean": fabric.all_reduce(mine).item(),
+        "sum": fabric.all_reduce(mine, reduce_op="sum").item(),
+        "own group": fabric.all_reduce(
+            torch.tensor(float(ctx.rank)), group=pair, reduce_op="sum"
+        ).item(),
+        "gathered": gathered,
+        "broadcast": fabric.broadcast(f"from {ctx.rank}", src=2),
+        "all": strategy.reduce_boolean_decision(ctx.rank != 1, all=True),
+        "any": strategy.reduce_boolean_decision(ctx.rank == 1, all=False),
+        "barrier": fabric.barrier(),
+    }
+
+
+def _loaders(ctx: Context) -> dict[str, Any]:
+    fabric = make_fabric(ctx, 1, 2)
+    place = fabric.strategy.distributed_sampler_kwargs
+    rows = fabric.setup_dataloaders(DataLoader(list(range(8)), batch_size=2, shuffle=True))
+    seen = [int(row) for batch in rows for row in batch]
+    model = fabric.setup_module(tiny_model("llama"))
+    modes = [fabric.strategy.runtime.model_of(model.module).guard.mode]
+    fabric.setup_dataloaders(DataLoader(Stream()))
+    modes.append(fabric.strategy.runtime.model_of(model.module).guard.mode)
+    # Every rank reads another batch; the first rank's is computed on by all.
+    batch = batches(1, seed=ctx.rank)[0]
+    batch.pop("labels")
+    logits = model(**batch).logits
+    return {"place": place, "seen": seen, "modes": modes, "logits": logits}
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, list[Any]]:
+    return world(4, _reductions, _loaders)
+
+
+def test_metrics_are_reduced_over_replicas(runs: dict[str, list[Any]]) -> None:
+    ranks = good(runs["reductions"])
+    assert [rank["place"] for rank in ranks] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    for number, rank in enumerate(ranks):
+        assert rank["mean"] == 1.5
+        assert rank["sum"] == 3.0
+        assert rank["own group"] == (0 + 2 if number in (0, 2) else 1 + 3)
+        assert rank["gathered"] == [0, 1, 2, 3]
+        assert rank["broadcast"] == "from 2"
+        assert rank["all"] is False
+        assert rank["any"] is True
+
+
+def test_a_replica_reads_the_same_rows_on_all_its_ranks(runs: dict[str, list[Any]]) -> None:
+    ranks = good(runs["loaders"])
+    assert [rank["place"]["rank"] for rank in ranks] == [0, 1, 0, 1]
+    assert ranks[0]["seen"] == ranks[2]["seen"]
+    assert ranks[1]["seen"] == ranks[3]["seen"]
+    assert sorted(ranks[0]["seen"] + ranks[1]["seen"]) == list(range(8))
+
+
+def test_a_stream_is_read_by_the_first_rank_of_a_replica(runs: dict[str, list[Any]]) -> None:
+    ranks = good(runs["loaders"])
+    for number, rank in enumerate(ranks):
+        assert rank["modes"] == ["check", "broadcast"]
+        batch = batches(1, seed=number % 2)[0]
+        batch.pop("labels")
+        with torch.no_grad():
+            alone = tiny_model("llama")(**batch).logits
+        torch.testing.assert_close(rank["logits"].double(), alone, rtol=1e-6, atol=1e-6)
