@@ -14,7 +14,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from jsonargparse import auto_cli
 from lightning import Fabric
 from lightning.fabric.loggers import CSVLogger
@@ -91,5 +90,4 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main(auto_cli(Settings))

@@ -156,7 +156,7 @@ def test_the_trainer_and_fabric_train_alike(lm: Any, tmp_path: Path) -> None:
     assert re.search(r"tokens/s +[\d,]+", printed)
     checkpoint = re.search(r"checkpoint +(\S+)", printed)
     assert checkpoint
-    assert Path(checkpoint[1]).exists()
+    assert (tmp_path / checkpoint[1] / "meta.pt").exists()
 
     start(
         str(RECIPES / "fabric_causal_lm.py"),
