@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -23,9 +24,14 @@ if TYPE_CHECKING:
     from goose_strategy.mesh.mesh import ParallelMesh
 
 Batch: TypeAlias = dict[str, Any]
+Watch: TypeAlias = Callable[[str], AbstractContextManager[None]]
 
 _FIRST_CALLS = 8
 _EVERY = 50
+
+
+def _unwatched(_what: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class BatchGuard:
@@ -33,6 +39,7 @@ class BatchGuard:
 
     Args:
         mesh: The mesh.
+        watch: Guards the exchange by a deadline.
 
     Attributes:
         mode: ``"check"`` (default) raises where the ranks hold different batches;
@@ -40,8 +47,9 @@ class BatchGuard:
             to ``"broadcast"`` for loaders whose order no sampler controls.
     """
 
-    def __init__(self, mesh: ParallelMesh) -> None:
+    def __init__(self, mesh: ParallelMesh, watch: Watch = _unwatched) -> None:
         self._mesh = mesh
+        self._watch = watch
         self._calls = 0
         self.mode: Literal["check", "broadcast"] = "check"
 
@@ -67,19 +75,23 @@ class BatchGuard:
         groups = self._mesh.layout.model_groups()
         source = next(ranks[0] for ranks in groups if self._mesh.rank in ranks)
         sent = [_move(batch, torch.device("cpu")) for batch in batches]
-        received = broadcast_object(sent, source=source, group=self._mesh.model_control)
+        with self._watch("broadcast of the batch"):
+            received = broadcast_object(sent, source=source, group=self._mesh.model_control)
         return [_move(batch, self._mesh.device) for batch in received]
 
     def _check(self, batches: Sequence[Batch]) -> None:
         value = torch.stack([_fingerprint(batch) for batch in batches]).sum(0)
         value = torch.cat([value, torch.tensor([len(batches)])])
         both = torch.cat([value, -value])
-        all_reduce(both, self._mesh.model_control, op="max")
+        # The exchange is watched, the refusal is not: all ranks of the replica refuse alike.
+        with self._watch("comparison of the batches"):
+            all_reduce(both, self._mesh.model_control, op="max")
         half = both.numel() // 2
         if torch.equal(both[:half], -both[half:]):
             return
         mine = [{k: tuple(v.shape) for k, v in b.items() if isinstance(v, Tensor)} for b in batches]
-        every = all_gather_objects((self._mesh.rank, mine), self._mesh.model_control)
+        with self._watch("comparison of the batches"):
+            every = all_gather_objects((self._mesh.rank, mine), self._mesh.model_control)
         listed = "; ".join(f"rank {rank}: {shapes}" for rank, shapes in every)
         raise BatchError(
             "The ranks of one model replica were given different batches "
@@ -147,7 +159,7 @@ def refuse_cache(batch: Mapping[str, Any], pp: int) -> None:
             )
 
 
-def join_logits(logits: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
+def join_logits(logits: list[Tensor]) -> Any:
     """Return microbatches' logits in one tensor, or as they are where their lengths differ."""
     if len({tensor.shape[1:] for tensor in logits}) == 1:
         return torch.cat(logits)

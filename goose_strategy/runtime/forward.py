@@ -101,7 +101,7 @@ class DirectForward:
         as_tuple = batch.pop("return_dict", None) is False
         with self._counted(batches), model.watch("forward"):
             output = self._original(**batch, return_dict=True)
-        output.loss = self._global(output.loss)
+            output.loss = self._global(output.loss)
         return output.to_tuple() if as_tuple else output
 
     def _listed(self, batches: list[Batch]) -> Any:
@@ -115,9 +115,9 @@ class DirectForward:
                 if (head := self._model.surgery.head) is not None:
                     stack.enter_context(head.local())
             outputs = [self._original(**batch) for batch in settings]
-        if has_labels:
-            loss = self._global(torch.stack([output.loss for output in outputs]).sum())
-            return CausalLMOutputWithPast(loss=loss)
+            if has_labels:
+                loss = self._global(torch.stack([output.loss for output in outputs]).sum())
+                return CausalLMOutputWithPast(loss=loss)
         return CausalLMOutputWithPast(logits=join_logits([output.logits for output in outputs]))
 
     def _counted(self, batches: list[Batch]) -> AbstractContextManager[None]:

@@ -81,7 +81,7 @@ class ShardedModel:
         self.reducer: Reducer | None = None
         self.sync = True
         self.global_loss = True
-        self.guard = BatchGuard(mesh)
+        self.guard = BatchGuard(mesh, self.watch)
         self._watchdog = watchdog
         self._surgery: Surgery | None = None
         self._pipeline: PipelineCall | None = None
@@ -251,8 +251,9 @@ class ShardedModel:
         self.prepare_gradients()
         training = self.module.training
         # As ddp: before every forward that changes them, and before the first one after that.
-        if training or self._buffers_changed:
-            broadcast_buffers(self._buffers, self.mesh)
+        if self._buffers and (training or self._buffers_changed):
+            with self.watch("buffers"):
+                broadcast_buffers(self._buffers, self.mesh)
         self._buffers_changed = training
 
     def after_backward(self) -> None:

@@ -6,9 +6,7 @@ others waiting. The step itself runs the user's closure, so it cannot be watched
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -17,8 +15,7 @@ from goose_strategy.optim.zero import ZeroShards
 
 if TYPE_CHECKING:
     from goose_strategy.data_parallel.reducer import Reducer
-
-Watch: TypeAlias = Callable[[str], AbstractContextManager[None]]
+    from goose_strategy.runtime.batch import Watch
 
 
 class WatchedShards(ZeroShards):
