@@ -153,10 +153,11 @@ class Goose3DStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         self._door.check_sizes(self._num_nodes * self.num_processes)
-        environment = self.cluster_environment
-        if environment is not None and not environment.creates_processes_externally:
+        if self.cluster_environment is not None:
+            # Also in ranks that were started from outside: the launcher gives each its share of
+            # the cores, without which every rank would use all of them.
             self._launcher = compat.FabricScriptLauncher(
-                environment, self.num_processes, self._num_nodes
+                self.cluster_environment, self.num_processes, self._num_nodes
             )
 
     def _set_world_ranks(self) -> None:
