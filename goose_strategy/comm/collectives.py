@@ -147,7 +147,7 @@ def all_gather_uneven(
         sizes: Length of every rank's slice.
 
     Returns:
-        The whole tensor, on every rank.
+        The whole tensor, contiguous, on every rank.
     """
     if group is None:
         return shard
@@ -157,8 +157,10 @@ def all_gather_uneven(
     padded[: shard.shape[dim]].copy_(shard.movedim(dim, 0))
     gathered = padded.new_empty((len(sizes), *padded.shape))
     all_gather_flat(gathered.view(-1), padded.view(-1), group)
-    whole = torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
-    return whole.movedim(0, dim)
+    whole = shard.new_empty((*shard.shape[:dim], sum(sizes), *shard.shape[dim + 1 :]))
+    for part, size, target in zip(gathered, sizes, whole.split(list(sizes), dim), strict=True):
+        target.copy_(part[:size].movedim(0, dim))
+    return whole
 
 
 def reduce_scatter_flat(

@@ -30,7 +30,7 @@ from goose_strategy.comm.message import (
     metas_of,
 )
 from goose_strategy.errors import PeerError
-from goose_strategy.mesh.host import HostPeers, map_memory
+from goose_strategy.mesh.host import HostPeers, limit_wait, map_memory
 
 _PACKET = struct.Struct("cxxxIQ")  # kind, number of the area; its bytes, an offset, or a count
 _AREA, _DATA, _TAKEN = b"A", b"D", b"T"
@@ -115,6 +115,7 @@ class Mailbox:
 
     def __init__(self, peer: int, peers: HostPeers) -> None:
         self._link = peers.mail[peer]
+        self._timeout_s = peers.timeout_s
         self._peers = peers
         self._peer_rank = peers.ranks[peer]
         self._rank = peers.ranks[peers.rank]
@@ -125,6 +126,11 @@ class Mailbox:
         self._awaited: deque[MailReceive] = deque()
         self._headers: dict[Hashable, bytes] = {}
         self._read: dict[bytes, tuple[Metas, int]] = {}
+
+    def limit_waits(self, seconds: float) -> None:
+        """Let waits end after so many seconds instead of the group's timeout."""
+        self._timeout_s = seconds
+        limit_wait(self._link, seconds)
 
     def send(self, tensors: Sequence[Tensor], key: Hashable, note: Note) -> MailSend:
         """Copy contiguous tensors into shared memory and announce them."""
@@ -276,7 +282,7 @@ class Mailbox:
 
     def _lost(self, err: OSError, purpose: str) -> PeerError:
         silent = isinstance(err, BlockingIOError)
-        reason = f"silent for {self._peers.timeout_s:g} s" if silent else f"gone: {err}"
+        reason = f"silent for {self._timeout_s:g} s" if silent else f"gone: {err}"
         return PeerError(
             f"rank {self._rank} waited for rank {self._peer_rank} {purpose} on "
             f"{self._peers.name}, which is {reason}.",

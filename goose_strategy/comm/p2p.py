@@ -96,6 +96,8 @@ class StageLink:
         peer = dist.get_group_rank(group, peer_rank)
         if peers is not None and peer in peers.mail:
             self._wire = mailbox_of(peer, peers)
+            if deadline is not None:
+                self._wire.limit_waits(deadline.total_seconds())
         else:
             self._wire = Wire(
                 peer_rank,

@@ -240,12 +240,18 @@ def _channels(name: str) -> tuple[int, ...]:
     return (_COLLECTIVE, _MESSAGE) if name.startswith("pp_") else (_COLLECTIVE,)
 
 
-def _add(peers: HostPeers, at: int, channel: int, link: socket.socket) -> None:
-    seconds = int(peers.timeout_s)
-    limit = struct.pack("ll", seconds, int((peers.timeout_s - seconds) * 1e6))
+def limit_wait(link: socket.socket, seconds: float) -> None:
+    """Let a receive on ``link`` fail with ``BlockingIOError`` after so many seconds.
+
+    A limit in the kernel: Python's own timeout would cost a ``poll`` for each packet.
+    """
     link.settimeout(None)
-    # A limit in the kernel: Python's own timeout would cost a `poll` for each message.
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def _add(peers: HostPeers, at: int, channel: int, link: socket.socket) -> None:
+    limit_wait(link, peers.timeout_s)
     if channel == _MESSAGE:
         # Room for many packets, as far as the kernel allows.
         link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)

@@ -162,6 +162,7 @@ def _copies(ctx, shared_memory):
             [torch.full((2, n, 4), float(r), dtype=torch.bfloat16) for r, n in enumerate(sizes)], 1
         )
         assert torch.equal(whole, expected)
+        assert whole.is_contiguous()
         for numel in (0, 1, 600_001):
             tensor = _values(ctx.rank, numel, torch.float64)
             broadcast(tensor, source=ctx.world_size - 1, group=mesh.tp)

@@ -110,7 +110,8 @@ def _shared_gradient(ctx):
     try:
         x = torch.ones(3, requires_grad=True)
         y = torch.ones(3, requires_grad=True)
-        (copy_to_group(x, mesh.tp) + y).backward(torch.full((3,), float(ctx.rank + 1)))
+        early = y * 1  # its backward runs after that of the copy, which is made later
+        (copy_to_group(x, mesh.tp) + early).backward(torch.full((3,), float(ctx.rank + 1)))
         return x.grad.tolist(), y.grad.tolist()
     finally:
         mesh.close()

@@ -89,11 +89,11 @@ def _last_words(ctx, box):
     """What was sent before the sender left can still be read; after that it is gone."""
     if ctx.rank == 0:
         box.send([torch.ones(1)], "k", _ignore)
-        (reply,) = box.receive("reply", None, _ignore).wait()
-        box.send([reply], "k", _ignore)
-        return None  # leaves with the thanks for its last message unread
-    box.send([torch.full((1,), 5.0)], "reply", _ignore)
+        box.send([torch.full((1,), 5.0)], "k", _ignore)
+        dist.barrier()
+        return None  # leaves with the thanks for its first message unread
     first = box.receive("k", None, _ignore).wait()[0].item()
+    dist.barrier()
     time.sleep(0.3)
     second = box.receive("k", None, _ignore).wait()[0].item()
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -18,7 +20,8 @@ from goose_strategy.comm.watchdog import Watchdog
 from goose_strategy.errors import ConfigError
 from goose_strategy.mesh.layout import MeshLayout
 from goose_strategy.mesh.mesh import ParallelMesh
-from tests.harness.world import run_ranks
+from tests.harness.worker import ROOT
+from tests.harness.world import _free_port, run_ranks
 
 WAIT_S = 40.0
 
@@ -176,7 +179,8 @@ def _nested(ctx):
         with watchdog.guard("train step"):
             for number in range(4):  # each is progress, although their sum is past the deadline
                 with watchdog.guard("forward", microbatch=number):
-                    time.sleep(0.3)
+                    time.sleep(0.4)
+                time.sleep(0.4)
         watchdog.check()
     finally:
         watchdog.stop()
@@ -203,6 +207,48 @@ def _user_code_fails(ctx):
         raise error
     with watchdog.guard("forward"):
         all_reduce(torch.ones(1), mesh.world)
+
+
+EXIT = """
+import time, torch, torch.distributed as dist
+from datetime import timedelta
+from goose_strategy.comm.watchdog import Watchdog
+from goose_strategy.mesh.layout import MeshLayout
+from goose_strategy.mesh.mesh import ParallelMesh
+
+dist.init_process_group("gloo")
+mesh = ParallelMesh.create(
+    MeshLayout(tp=1, pp=1, dp=2), device=torch.device("cpu"), timeout=timedelta(seconds=30)
+)
+watchdog = Watchdog(mesh)
+with watchdog.guard("train step"):
+    watchdog._reporter.poll_every(1e-5)  # nearly always inside the store
+    time.sleep(1.0)
+watchdog._reporter.poll_every(1e-5)
+time.sleep(0.2)
+"""
+
+
+def test_an_interpreter_that_exits_takes_its_watchdog_along():
+    """A thread inside the store while the interpreter ends would abort the process."""
+    port = str(_free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", EXIT],
+            env={
+                **os.environ,
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
+                **{"RANK": str(rank), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)},
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        _, said = rank.communicate(timeout=50)
+        assert rank.returncode == 0, said
+        assert "terminate" not in said
 
 
 def _alone(ctx):
