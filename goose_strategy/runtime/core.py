@@ -286,8 +286,9 @@ class ParallelRuntime:
 
     def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
         """Clip the reduced gradients of an optimizer's parameters element by element."""
+        shards = self._owner(optimizer).shards_of(optimizer)
         with self.watch("gradient clipping"):
-            clip_grad_value(self._owner(optimizer).shards_of(optimizer), clip_value)
+            clip_grad_value(shards, clip_value)
 
     def owner_of(self, optimizer: Optimizer) -> ShardedModel | None:
         """Return the sharded module that an optimizer is attached to, if any."""
