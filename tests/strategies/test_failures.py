@@ -93,7 +93,7 @@ def test_an_error_of_one_rank_in_user_code_ends_all() -> None:
     other, failed = both_end(_a_training_step_raises, QUICK)
     for end in (other, failed):
         assert "ArithmeticError: a bug in training_step" in end.output
-    assert "first cause: rank 1" in other.output
+    assert "rank 1 (pp 1, dp 0, tp 0)" in other.output
 
 
 def test_a_killed_rank_ends_all() -> None:
