@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,33 +14,27 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from goose_strategy import Goose3DStrategy
-from tests.harness.compare import assert_close_named, assert_close_numbers, token_loss
+from tests.harness.compare import assert_close_numbers
 from tests.harness.models import Batch, batches, tiny_model
 from tests.harness.worker import Context
-from tests.parity.grid import assemble
 from tests.strategies.lightning_module import VALIDATE, Data, LanguageModel, make_trainer
+from tests.strategies.plain_loop import (
+    EXACT,
+    compare,
+    loop,
+    parameters,
+    validation_loss,
+    whole_loss,
+)
 from tests.strategies.ranks import (
-    Raised,
     advice_ignored,
-    attempt,
     good,
-    pieces,
-    same_error,
     world,
 )
-
-EXACT = 1e-10
-
-
-def parameters(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
-    model = trainer.strategy.runtime.model_of(module)  # type: ignore[attr-defined]
-    return pieces(model)
 
 
 class Rates(Callback):
@@ -215,55 +207,6 @@ def runs() -> dict[str, list[Any]]:
     return world(4, *FITS)
 
 
-def loop(
-    data: Sequence[Batch],
-    *,
-    accumulate: int = 1,
-    norm: float | None = None,
-    value: float | None = None,
-    model: Any = None,
-    only: str = "",
-) -> tuple[list[float], Any]:
-    """Train in one process as the Trainer does."""
-    model = tiny_model("llama") if model is None else model
-    chosen = [p for n, p in model.named_parameters() if n.startswith(only)]
-    optimizer = AdamW(chosen, lr=1e-2, weight_decay=0.01 if only else 0.1)
-    scheduler = StepLR(optimizer, 10**6 if only else 2, 0.5)
-    losses = []
-    for index, batch in enumerate(data, start=1):
-        loss = whole_loss(model, batch)
-        losses.append(loss.item())
-        (loss / accumulate).backward()
-        if index % accumulate:
-            continue
-        if norm is not None:
-            torch.nn.utils.clip_grad_norm_(chosen, norm)
-        if value is not None:
-            torch.nn.utils.clip_grad_value_(chosen, value)
-        optimizer.step()
-        model.zero_grad()
-        scheduler.step()
-    return losses, model
-
-
-def whole_loss(model: Any, batch: Batch) -> Tensor:
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    return token_loss(model(**inputs).logits, batch["labels"])
-
-
-def validation_loss(model: Any) -> float:
-    with torch.no_grad():
-        losses = [whole_loss(model, batch).item() for batch in batches(2, seed=VALIDATE)]
-    return sum(losses) / 2
-
-
-def compare(ranks: list[Any], losses: list[float], model: Any) -> None:
-    for rank in ranks:
-        assert_close_numbers(rank["losses"], losses, EXACT)
-    named = {f"model.{name}": p for name, p in model.named_parameters()}
-    assert_close_named(assemble([rank["parameters"] for rank in ranks], "fit"), named, 1e-9)
-
-
 def test_a_module_lives_its_whole_life(runs: dict[str, list[Any]]) -> None:
     losses, model = loop(batches(4) * 2)
     ranks = good(runs["whole_life"])
@@ -341,101 +284,6 @@ def test_replicas_may_have_different_numbers_of_batches(runs: dict[str, list[Any
     assert len({rank["loss"] for rank in ranks}) == 1
     rows = {rank["replica"]: len(rank["predicted"]) for rank in ranks}
     assert rows == {0: 3, 1: 2}
-
-
-# -- more than one optimizer, by hand -----------------------------------------------------------
-
-
-class Adversaries(pl.LightningModule):
-    """Two networks and two optimizers that take turns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.maker = torch.nn.Linear(4, 4)
-        self.judge = torch.nn.Sequential(
-            torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
-        )
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        (noise,) = batch
-        first, second = self.optimizers()  # type: ignore[misc]
-        self.toggle_optimizer(first)
-        first.zero_grad()
-        self.manual_backward(self.judge(self.maker(noise)).square().mean())
-        self.clip_gradients(first, gradient_clip_val=0.1)
-        first.step()
-        self.untoggle_optimizer(first)
-        self.toggle_optimizer(second)
-        second.zero_grad()
-        loss = (self.judge(noise) - 1).square().mean() + self.judge(self.maker(noise)).mean()
-        self.manual_backward(loss)
-        second.step()
-        self.untoggle_optimizer(second)
-
-    def configure_optimizers(self) -> Any:
-        maker = torch.optim.SGD(self.maker.parameters(), lr=0.1, momentum=0.9)
-        return [maker, AdamW(self.judge.parameters(), lr=0.01, fused=False)]
-
-
-def _adversaries(ctx: Context) -> dict[str, dict[str, Tensor]]:
-    results = {}
-    for name in ("ddp_find_unused_parameters_true", "goose3d"):
-        pl.seed_everything(3, verbose=False)
-        module = Adversaries()
-        data = torch.utils.data.TensorDataset(torch.randn(24, 4))
-        trainer = make_trainer(
-            ctx, strategy=name, precision="32-true", use_distributed_sampler=True
-        )
-        trainer.fit(module, DataLoader(data, batch_size=4))
-        results[name] = {k: v.detach().clone() for k, v in module.state_dict().items()}
-    return results
-
-
-def _two_trainers_one_module(ctx: Context) -> dict[str, Any]:
-    module, data = LanguageModel(), Data()
-    make_trainer(ctx, 2, 1).fit(module, datamodule=data)
-    again = make_trainer(ctx, 1, 1)
-    loss = again.validate(module, datamodule=data, verbose=False)[0]["val_loss"]
-    again.fit(module, datamodule=data)
-    return {
-        "loss": loss,
-        "losses": module.losses,
-        "parameters": parameters(again, module),
-    }
-
-
-def _two_trainers_one_module_in_stages(ctx: Context) -> Raised:
-    module, data = LanguageModel(), Data()
-    make_trainer(ctx, 1, 2).validate(module, datamodule=data, verbose=False)
-    raised: Raised = attempt(partial(make_trainer(ctx, 1, 2).fit, module, datamodule=data))
-    return raised
-
-
-@pytest.fixture(scope="module")
-def pairs() -> dict[str, list[Any]]:
-    return world(2, _adversaries, _two_trainers_one_module, _two_trainers_one_module_in_stages)
-
-
-def test_several_optimizers_by_hand_have_the_bits_of_ddp(pairs: dict[str, list[Any]]) -> None:
-    for rank in good(pairs["adversaries"]):
-        ddp, mine = rank["ddp_find_unused_parameters_true"], rank["goose3d"]
-        assert ddp.keys() == mine.keys()
-        assert all(torch.equal(ddp[name], mine[name]) for name in ddp)
-
-
-def test_another_trainer_takes_the_module_over(pairs: dict[str, list[Any]]) -> None:
-    first, model = loop(batches(4))
-    expected = validation_loss(model)
-    second, model = loop(batches(4), model=model)
-    ranks = good(pairs["two_trainers_one_module"])
-    compare(ranks, first + second, model)
-    assert [rank["loss"] for rank in ranks] == pytest.approx([expected] * 2, rel=1e-6)
-
-
-def test_stages_cannot_be_taken_over(pairs: dict[str, list[Any]]) -> None:
-    results = pairs["two_trainers_one_module_in_stages"]
-    same_error(results, "ConfigError", "LanguageModel was cut into pp=2 stages by another")
 
 
 # -- the surface --------------------------------------------------------------------------------
