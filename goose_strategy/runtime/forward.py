@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +38,17 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from goose_strategy.runtime.model import ShardedModel
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def uncompiled(function: _F) -> _F:
+    """Keep ``torch.compile`` out of a function: a schedule with its messages is no graph.
+
+    What a user compiled inside (a layer, say) stays compiled.
+    """
+    return cast("_F", torch.compiler.disable(function))
 
 
 class _GlobalLoss(torch.autograd.Function):
@@ -80,6 +91,7 @@ class DirectForward:
         copied: Callable[..., Any] = copy.deepcopy(self._original, memo)
         return copied
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; see :mod:`goose_strategy.runtime.forward`.
 
@@ -147,6 +159,7 @@ class PipelinedForward:
         self._bind = Binder(original)
         self.__signature__ = self._bind.signature
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the schedule over all microbatches; see :mod:`goose_strategy.runtime.forward`.
 

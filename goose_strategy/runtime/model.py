@@ -19,7 +19,7 @@ from goose_strategy.data_parallel.reducer import Reducer
 from goose_strategy.errors import BatchError, ConfigError
 from goose_strategy.optim.supported import check_supported
 from goose_strategy.runtime.batch import Batch, BatchGuard
-from goose_strategy.runtime.forward import DirectForward, PipelinedForward
+from goose_strategy.runtime.forward import DirectForward, PipelinedForward, uncompiled
 from goose_strategy.runtime.naming import (
     GroupNames,
     check_ties,
@@ -163,6 +163,7 @@ class ShardedModel:
             handle = self.module.register_forward_pre_hook(self._before_call)
             self._undo.callback(handle.remove)
 
+    @uncompiled
     def _before_call(self, module: nn.Module, _args: object) -> None:
         # A deep copy of the module has the hook too.
         if module is self.module:
