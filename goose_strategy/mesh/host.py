@@ -78,8 +78,10 @@ class HostPeers:
         """
         views = self._views.get(dtype)
         if views is None:
-            first = [box[:HALF_BYTES].view(dtype) for box in self._boxes]
-            second = [box[HALF_BYTES:].view(dtype) for box in self._boxes]
+            # Not in a caller's inference mode: nobody outside of it could write to such views.
+            with torch.inference_mode(False):
+                first = [box[:HALF_BYTES].view(dtype) for box in self._boxes]
+                second = [box[HALF_BYTES:].view(dtype) for box in self._boxes]
             views = self._views[dtype] = (first, second)
         half = views[self.turn]
         self.turn ^= 1
@@ -284,4 +286,5 @@ def _swap_boxes(peers: HostPeers) -> None:
 
 def map_memory(descriptor: int, nbytes: int) -> Tensor:
     """Map shared memory as bytes; unmapped when the last tensor on it is gone."""
-    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+    with torch.inference_mode(False):
+        return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)

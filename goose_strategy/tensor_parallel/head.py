@@ -66,12 +66,13 @@ class HeadSwitch:
         return replace_logits(output, self._presentable)
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        # First of all, because the hook after the call takes it back even if this one raises.
+        self._outer.append(self.head.gathers_output)
         bound = bind_call(model, args, kwargs)
         local = bound.get("labels") is not None and returns_output(model, bound)
         if local:
             loss = loss_function_of(model)
             local = isinstance(loss, CausalLMLoss) and loss.vocabulary is not None
-        self._outer.append(self.head.gathers_output)
         self.head.gathers_output = not local
 
     def _after(self, _model: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
