@@ -37,7 +37,7 @@ from goose_strategy.runtime.counting import TokenCount
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from goose_strategy.runtime.model import ShardedModel
+    from goose_strategy.runtime.handle import Handle
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -79,7 +79,7 @@ class DirectForward:
         original: The model's own bound ``forward``.
     """
 
-    def __init__(self, model: ShardedModel, original: Callable[..., Any]) -> None:
+    def __init__(self, model: Handle, original: Callable[..., Any]) -> None:
         self._model = model
         self._original = original
         self._bind = Binder(original)
@@ -154,7 +154,7 @@ class PipelinedForward:
         original: The model's own bound ``forward``, for the names of its arguments.
     """
 
-    def __init__(self, model: ShardedModel, original: Callable[..., Any]) -> None:
+    def __init__(self, model: Handle, original: Callable[..., Any]) -> None:
         self._model = model
         self._bind = Binder(original)
         self.__signature__ = self._bind.signature

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from goose_strategy.data_parallel.reducer import Reducer
     from goose_strategy.pipeline_parallel.stage import PipelineStage
     from goose_strategy.runtime.batch import Batch
-    from goose_strategy.runtime.model import ShardedModel
+    from goose_strategy.runtime.handle import Handle
 
 _RELEASE = "goose_release"
 
@@ -44,9 +44,7 @@ class PipelineCall:
         watchdog: Guards every action, or ``None``.
     """
 
-    def __init__(
-        self, model: ShardedModel, stage: PipelineStage, watchdog: Watchdog | None
-    ) -> None:
+    def __init__(self, model: Handle, stage: PipelineStage, watchdog: Watchdog | None) -> None:
         self._model = model
         self._mesh = model.mesh
         self._config = model.config.pipeline
@@ -165,7 +163,7 @@ class Release:
         scale: What the gradients still lack.
     """
 
-    def __init__(self, model: ShardedModel, call: CallGrads, scale: float | Tensor) -> None:
+    def __init__(self, model: Handle, call: CallGrads, scale: float | Tensor) -> None:
         self._model = model
         self._call: CallGrads | None = call
         self._scale = scale
