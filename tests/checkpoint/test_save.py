@@ -40,6 +40,10 @@ def test_lightning_consolidates_it_into_one_file_with_whole_tensors(
     tp, pp, dp = sizes
     run_ranks(save_toy, tp * pp * dp, sizes, path)
     monkeypatch.setattr(sys, "argv", ["consolidate", str(path)])
+    # runpy warns of a module that is imported already, as another test may have done.
+    monkeypatch.delitem(
+        sys.modules, "lightning.fabric.utilities.consolidate_checkpoint", raising=False
+    )
     runpy.run_module("lightning.fabric.utilities.consolidate_checkpoint", run_name="__main__")
     single = torch.load(tmp_path / "step=3.ckpt.consolidated", weights_only=True)
 
