@@ -79,7 +79,7 @@ class HostPeers:
         views = self._views.get(dtype)
         if views is None:
             # Not in a caller's inference mode: nobody outside of it could write to such views.
-            with torch.inference_mode(False):
+            with torch.inference_mode(mode=False):
                 first = [box[:HALF_BYTES].view(dtype) for box in self._boxes]
                 second = [box[HALF_BYTES:].view(dtype) for box in self._boxes]
             views = self._views[dtype] = (first, second)
@@ -286,5 +286,5 @@ def _swap_boxes(peers: HostPeers) -> None:
 
 def map_memory(descriptor: int, nbytes: int) -> Tensor:
     """Map shared memory as bytes; unmapped when the last tensor on it is gone."""
-    with torch.inference_mode(False):
+    with torch.inference_mode(mode=False):
         return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
