@@ -45,8 +45,8 @@ class Reducer:
     Attributes:
         mesh: The mesh whose dp axis is reduced over.
         average: Whether sums over dp are divided by dp.
-        factors: Sum of the factors released since it was last reset, for the check that they are
-            equal on all ranks; ``None`` if there were none.
+        factors: Sum of the factors released since it was last taken, for the check that they are
+            equal on all ranks; ``None`` if no call began since then, which all ranks know alike.
         generation: Counts the changes of the buckets.
     """
 
@@ -216,7 +216,9 @@ class Reducer:
         Raises:
             RuntimeError: If another call has not ended.
         """
-        return self._calls.begin(sync=sync)
+        call = self._calls.begin(sync=sync)
+        self.factors = 0.0 if self.factors is None else self.factors
+        return call
 
     def last_backward(self, stage: int = 0) -> None:
         """Note that ``stage`` begins its last backward of the call: complete buckets may start."""

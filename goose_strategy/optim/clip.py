@@ -18,7 +18,8 @@ from torch import Tensor
 
 from goose_strategy.comm.collectives import all_gather_flat
 from goose_strategy.data_parallel.reducer import Reducer
-from goose_strategy.errors import BatchError, ConfigError
+from goose_strategy.errors import ConfigError
+from goose_strategy.optim.factors import check_factors, take_factors
 
 if TYPE_CHECKING:
     from goose_strategy.data_parallel.bucket import Bucket
@@ -66,18 +67,20 @@ def clip_grad_norm(
     if not norm_type > 0:
         raise ConfigError(f"norm_type={norm_type} must be greater than 0, or inf.")
     buckets = [bucket for source in sources for bucket in source.gradient_buckets()]
-    shares = _shares(buckets, mesh, norm_type, _take_factors(sources))
+    # The host looks at the numbers where that is free, and on a device if it was asked to.
+    looks = error_if_nonfinite or mesh.device.type == "cpu"
+    factors = take_factors(_reducers_of(sources)) if looks else 0.0
+    shares = _shares(buckets, mesh, norm_type, factors)
     norm = _combined(shares[:, 0], norm_type)
     norm = norm if math.isinf(norm_type) else norm ** (1.0 / norm_type)
-    # The host looks at the numbers where that is free, and on a device if it was asked to.
-    if error_if_nonfinite or shares.device.type == "cpu":
-        _check_factors(shares[:, 1].tolist())
+    if looks:
+        check_factors(shares[:, 1].tolist())
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they "
             "cannot be clipped; none was changed. Pass error_if_nonfinite=False to go on."
         )
-    wide = any(reducer.wide for reducer in map(_reducer_of, sources) if reducer is not None)
+    wide = any(reducer.wide for reducer in _reducers_of(sources))
     norm = norm if wide else norm.float()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     # Reading the factor is free on the CPU and would make the host wait on a device.
@@ -154,23 +157,7 @@ def _combined(parts: Tensor, norm_type: float) -> Tensor:
     return parts.max() if math.isinf(norm_type) else parts.sum()
 
 
-def _take_factors(sources: Iterable[GradientSource]) -> float | Tensor:
-    """Return the sum of the factors that calls were released with, and reset it."""
-    total: float | Tensor = 0.0
-    for reducer in {id(r): r for r in map(_reducer_of, sources) if r is not None}.values():
-        if reducer.factors is not None:
-            total, reducer.factors = total + reducer.factors, None
-    return total
-
-
-def _reducer_of(source: GradientSource) -> Reducer | None:
-    found = getattr(source, "reducer", source)
-    return found if isinstance(found, Reducer) else None
-
-
-def _check_factors(factors: list[float]) -> None:
-    if len(set(factors)) > 1:
-        raise BatchError(
-            f"ranks multiplied the loss of a pipelined call by different factors, {factors} by "
-            "rank; the loss must be scaled equally on all ranks."
-        )
+def _reducers_of(sources: Iterable[GradientSource]) -> list[Reducer]:
+    """Return the reducers behind some sources, each once."""
+    found = [getattr(source, "reducer", source) for source in sources]
+    return list({id(r): r for r in found if isinstance(r, Reducer)}.values())

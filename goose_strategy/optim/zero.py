@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from goose_strategy.errors import CheckpointError, ConfigError
+from goose_strategy.optim.factors import FactorCheck, check_factors
 from goose_strategy.optim.segments import Piece, Segment, Shard, State
 from goose_strategy.optim.supported import check_supported, prefers_fused
 
@@ -72,6 +73,7 @@ class ZeroShards:
         self._hidden: Groups | None = None
         self._fused: list[dict[str, Any]] = []
         self._stepped: list[Shard] = []
+        self._factors = FactorCheck(reducer.mesh)
         self._index = self._find_index()
         self._regroup()
         self._absorb()
@@ -146,6 +148,10 @@ class ZeroShards:
         if self._changed():
             self._regroup()
 
+    def exchange_factors(self) -> list[float]:
+        """Return the factors on the loss that no clipping compared, by rank. Collective if any."""
+        return self._factors.exchange(self.reducer)
+
     def gradient_buckets(self) -> list[Bucket]:
         """Return this optimizer's buckets with reduced gradients, to be clipped."""
         self.prepare()
@@ -175,6 +181,7 @@ class ZeroShards:
     def _hide_params(self) -> None:
         """Put the slices and their gradients where torch's step looks for parameters."""
         self.prepare()
+        check_factors(self.exchange_factors())
         self._absorb()
         if self.take_over_weights():
             warnings.warn(

@@ -28,7 +28,8 @@ class PipelineConfig:
         num_microbatches: Into how many parts a batch is cut along its rows; a batch of fewer rows
             is cut into its rows. ``None``: two per stage, or fewer for a smaller batch. The idle
             share of a step is ``(pp - 1) / (num_microbatches + pp - 1)``.
-        partition: ``"uniform"``, or the number of layers of each stage.
+        partition: ``"balanced"`` (stages of equal work, the head counted), ``"uniform"`` (the same
+            number of layers), or the number of layers of each stage.
         trim_padding: Drop the columns on the right that are padding in every row of a microbatch.
         return_logits: Collect the logits on the last stage in training calls too.
         loss_fn: Loss of the last stage's outputs where the model's own is not wanted. It returns
@@ -40,7 +41,7 @@ class PipelineConfig:
     schedule: Literal["1F1B", "GPipe"] = "1F1B"
     num_microbatches: int | None = None
     # Not str: a command line's "[1, 3]" would be taken for a name.
-    partition: Literal["uniform"] | list[int] = "uniform"
+    partition: Literal["balanced", "uniform"] | list[int] = "balanced"
     trim_padding: bool = False
     return_logits: bool = False
     loss_fn: LossFunction | None = None
@@ -58,7 +59,7 @@ class PipelineConfig:
             whole(num_microbatches=self.num_microbatches)
             at_least(1, num_microbatches=self.num_microbatches)
         if isinstance(self.partition, str):
-            one_of(["uniform", "a list of layers per stage"], partition=self.partition)
+            one_of(["balanced", "uniform", "a list of layers per stage"], partition=self.partition)
         else:
             self._check_listed(self.partition)
         if self.loss_fn is not None and not callable(self.loss_fn):

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from goose_strategy.errors import ConfigError, PlanError
+from goose_strategy.pipeline_parallel.balance import Work, balance
 
 
-def partition_layers(partition: str | Sequence[int], layers: int, stages: int) -> tuple[int, ...]:
+def partition_layers(partition: str | Sequence[int], work: Work, stages: int) -> tuple[int, ...]:
     """Cut a stack of layers into contiguous stages.
 
-    ``"uniform"`` gives every stage the same number. Where that is not possible, the stages before
-    the last get one more each, from the back: the last one already has the head to compute, and
-    the further forward a stage is, the more microbatches' activations it holds.
+    ``"balanced"`` makes the slowest stage as fast as whole layers allow, the head counted.
+    ``"uniform"`` gives every stage the same number of layers. Where that is not possible, the
+    stages before the last get one more each, from the back: the last one already has the head to
+    compute, and the further forward a stage is, the more microbatches' activations it holds.
 
     Args:
-        partition: ``"uniform"`` or the number of layers of each stage.
-        layers: Layers in the stack.
+        partition: ``"balanced"``, ``"uniform"`` or the number of layers of each stage.
+        work: What each layer costs.
         stages: Number of stages.
 
     Returns:
@@ -26,13 +28,17 @@ def partition_layers(partition: str | Sequence[int], layers: int, stages: int) -
         ConfigError: If a list names another number of stages.
         PlanError: If there are more stages than layers, or a list does not sum to the layers.
     """
+    layers = len(work.layers)
     if layers < stages:
         raise PlanError(
             f"pp={stages} is more than the model's {layers} layers; every stage needs one, "
             f"choose pp <= {layers}.",
             axis="pp",
         )
-    counts = _uniform(layers, stages) if isinstance(partition, str) else list(partition)
+    if isinstance(partition, str):
+        counts = balance(work, stages) if partition == "balanced" else _uniform(layers, stages)
+    else:
+        counts = list(partition)
     if len(counts) != stages:
         raise ConfigError(
             f"partition={counts} lists {len(counts)} stages but pp={stages}; list one number of "

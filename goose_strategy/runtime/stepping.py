@@ -38,6 +38,14 @@ class WatchedShards(ZeroShards):
         super().prepare()
 
     @override
+    def exchange_factors(self) -> list[float]:
+        # The comparison itself is not watched: all ranks raise alike, which has to end nobody.
+        if self.reducer.factors is None:
+            return []
+        with self._watch("comparison of the loss factors"):
+            return super().exchange_factors()
+
+    @override
     def _after_step(
         self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]
     ) -> None:

@@ -26,6 +26,7 @@ from goose_strategy.compat.transformers import (
 from goose_strategy.errors import PlanError
 from goose_strategy.mesh.shard import ShardSpec
 from goose_strategy.models.registry import plan_for
+from goose_strategy.pipeline_parallel.balance import count_work
 from goose_strategy.pipeline_parallel.partition import partition_layers
 from goose_strategy.pipeline_parallel.probe import probe_model
 from goose_strategy.pipeline_parallel.stage import PipelineStage, cut_model
@@ -185,7 +186,7 @@ def _cut_depth(
         )
     owners = [m for m in lm.modules() if any(True for _ in m.parameters(recurse=False))]
     info = probe_model(lm)
-    bounds = partition_layers(config.pipeline.partition, info.num_layers, mesh.pp_size)
+    bounds = partition_layers(config.pipeline.partition, count_work(lm, info), mesh.pp_size)
     surgery.stage = cut_model(lm, info, bounds, mesh.pp_rank)
     surgery.emptied = [m for m in owners if not any(True for _ in m.parameters(recurse=False))]
     surgery.tied = {

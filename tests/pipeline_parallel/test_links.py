@@ -14,6 +14,7 @@ from goose_strategy.comm.recorder import Recorder, mismatches
 from goose_strategy.errors import MeshError
 from goose_strategy.mesh.layout import MeshLayout
 from goose_strategy.mesh.mesh import ParallelMesh
+from goose_strategy.pipeline_parallel.balance import count_work
 from goose_strategy.pipeline_parallel.config import PipelineConfig
 from goose_strategy.pipeline_parallel.engine import Engine
 from goose_strategy.pipeline_parallel.links import StageLinks, connect_stages
@@ -38,7 +39,7 @@ def make_mesh(ctx: Context, pp: int) -> ParallelMesh:
 def make_stage(family: str, mesh: ParallelMesh, *, tied: bool = False) -> PipelineStage:
     model = model_of(family, tied=tied)
     info = probe_model(model)
-    bounds = partition_layers("uniform", info.num_layers, mesh.pp_size)
+    bounds = partition_layers("uniform", count_work(model, info), mesh.pp_size)
     return cut_model(model, info, bounds, mesh.pp_rank)
 
 

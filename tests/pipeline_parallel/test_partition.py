@@ -7,7 +7,13 @@ import itertools
 import pytest
 
 from goose_strategy.errors import ConfigError, PlanError
+from goose_strategy.pipeline_parallel.balance import Work
 from goose_strategy.pipeline_parallel.partition import partition_layers
+
+
+def equal(layers: int, head: int = 0) -> Work:
+    """Layers that cost one each."""
+    return Work(0, (1,) * layers, head)
 
 
 @pytest.mark.parametrize(
@@ -22,26 +28,32 @@ from goose_strategy.pipeline_parallel.partition import partition_layers
     ],
 )
 def test_uniform(layers: int, stages: int, bounds: tuple[int, ...]) -> None:
-    assert partition_layers("uniform", layers, stages) == bounds
+    assert partition_layers("uniform", equal(layers), stages) == bounds
 
 
 def test_uniform_is_as_even_as_possible() -> None:
     for layers in range(1, 40):
         for stages in range(1, layers + 1):
-            bounds = partition_layers("uniform", layers, stages)
+            bounds = partition_layers("uniform", equal(layers), stages)
             counts = [b - a for a, b in itertools.pairwise(bounds)]
             assert sum(counts) == layers
             assert max(counts) - min(counts) <= 1
             assert counts[-1] == min(counts)
 
 
+def test_balanced_leaves_the_last_stage_room_for_the_head() -> None:
+    assert partition_layers("balanced", equal(8, head=3), 4) == (0, 2, 4, 7, 8)
+    assert partition_layers("balanced", equal(8), 4) == partition_layers("uniform", equal(8), 4)
+
+
 def test_listed() -> None:
-    assert partition_layers([1, 3, 2], 6, 3) == (0, 1, 4, 6)
+    assert partition_layers([1, 3, 2], equal(6), 3) == (0, 1, 4, 6)
 
 
 @pytest.mark.parametrize(
     ("partition", "stages", "error", "message"),
     [
+        ("balanced", 5, PlanError, "pp=5 is more than the model's 4 layers.*choose pp <= 4"),
         ("uniform", 5, PlanError, "pp=5 is more than the model's 4 layers.*choose pp <= 4"),
         ([2, 2], 3, ConfigError, r"partition=\[2, 2\] lists 2 stages but pp=3"),
         ([2, 1], 2, PlanError, r"partition=\[2, 1\] sums to 3, but the model has 4 layers"),
@@ -52,4 +64,4 @@ def test_what_does_not_fit_is_refused(
     partition: str | list[int], stages: int, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        partition_layers(partition, 4, stages)
+        partition_layers(partition, equal(4), stages)

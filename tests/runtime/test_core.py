@@ -209,6 +209,43 @@ def test_clipping_refuses_alike_and_clips_alike() -> None:
         assert "different factors" in found["factors"]
 
 
+def _unclipped(ctx: Context) -> dict[str, Any]:
+    """Steps without clipping: unequal factors, unequal sums of factors, then equal ones."""
+    found: dict[str, Any] = {}
+    with started(1, 2) as runtime:
+        model = tiny_model("llama")
+        optimizer = SGD(model.parameters(), lr=0.1)
+        runtime.shard_module(model, optimizers=[optimizer])
+
+        def train(*factors: float) -> None:
+            optimizer.zero_grad()
+            for factor in factors:
+                loss = model(**batches(1)[0]).loss * factor
+                with runtime.backward(loss):
+                    loss.backward()
+            optimizer.step()
+
+        rank = runtime.mesh.rank
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        found["unequal"] = message(lambda: train(1.0 + rank), BatchError)
+        found["by replica"] = message(lambda: train(1.0 + runtime.mesh.dp_rank), BatchError)
+        found["second"] = message(lambda: train(1.0, 0.5 * rank), BatchError)
+        found["kept"] = all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+        train(0.5, 0.25)
+        found["moved"] = any(not torch.equal(p, before[n]) for n, p in model.named_parameters())
+    return found
+
+
+def test_a_step_without_clipping_compares_the_factors_too() -> None:
+    for found in run_ranks(_unclipped, 4):
+        # The reducer averages over two replicas, so that each factor is doubled.
+        assert "different factors, [2.0, 4.0, 6.0, 8.0] by rank" in found["unequal"]
+        assert "different factors" in found["by replica"]
+        assert "[2.0, 3.0, 4.0, 5.0] by rank" in found["second"]
+        assert found["kept"]
+        assert found["moved"]
+
+
 def _alone(ctx: Context) -> list[float]:
     """One rank is a world too."""
     with started() as runtime:
