@@ -61,7 +61,7 @@ def weight_tensors(
                 (entry, _saved_name(spec, name)),
                 tuple(spec.global_shape),
                 weight.dtype,
-                ((spec.box, weight.detach()),),
+                tuple(spec.pieces(weight.detach())),
                 writer=mine and (spec.is_sharded or mesh.tp_rank == 0),
                 aliases=tuple((entry, other) for other in (aliases or {}).get(name, ())),
                 shared=name not in specs,
@@ -217,9 +217,5 @@ def _saved_name(spec: ShardSpec, name: str) -> str:
 
 def _ranged(path: EntryPath, spec: ShardSpec, value: FlatRange, *, writer: bool) -> LocalTensor:
     flat, start, stop = value
-    pieces = []
-    at = 0
-    for box in spec.flat_range_boxes(start, stop):
-        pieces.append((box, flat[at : at + box.numel].view(box.lengths)))
-        at += box.numel
+    pieces = spec.flat_range_pieces(flat, start, stop)
     return LocalTensor(path, tuple(spec.global_shape), flat.dtype, tuple(pieces), writer)

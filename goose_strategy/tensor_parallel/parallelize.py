@@ -116,8 +116,8 @@ def undo(model: nn.Module) -> None:
     for handle in record.handles:
         handle.remove()
     for param, cut in record.slicer.items():
-        whole = all_gather_uneven(param.data, record.group, dim=cut.dim, sizes=cut.sizes)
-        replace_data(param, whole.contiguous())
+        slices = all_gather_uneven(param.data, record.group, dim=cut.dim, sizes=cut.sizes)
+        replace_data(param, cut.join(slices).contiguous())
     for module in record.converted:
         module.restore()
 

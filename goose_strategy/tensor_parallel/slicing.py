@@ -7,6 +7,8 @@ padded, and the loss, the gather and the checkpoint read the sizes from here.
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,20 +29,28 @@ def balanced_sizes(total: int, parts: int) -> tuple[int, ...]:
 class Cut:
     """One dimension cut into balanced slices, of which this rank holds one.
 
+    A dimension that is several matrices side by side (a fused query, key and value) is cut in each
+    of them:
+
+        whole   q q q q k k v v        parts=2: rank 0 holds  q q k v
+                                                rank 1 holds      q q k v
+
     Args:
         dim: The dimension.
         total: Its length in the whole tensor.
         parts: Number of slices.
         index: Which slice this rank holds.
+        packed: Lengths of the matrices side by side, or their ratios; empty for one.
 
     Raises:
-        PlanError: If a slice would be empty.
+        PlanError: If a slice would be empty, or the matrices do not make up the dimension.
     """
 
     dim: int
     total: int
     parts: int = 1
     index: int = 0
+    packed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.total < self.parts:
@@ -49,16 +59,48 @@ class Cut:
                 f"choose tp <= {self.total}.",
                 axis="tp",
             )
+        if self.packed and self.total % sum(self.packed):
+            raise PlanError(
+                f"a dimension of {self.total} does not hold matrices in the ratio {self.packed}; "
+                f"the plan does not fit this model.",
+                axis="tp",
+            )
+        if any(length % self.parts for length in self.lengths if self.packed):
+            raise PlanError(
+                f"tp={self.parts} does not divide the matrices side by side, {self.lengths}; "
+                f"choose a divisor of {math.gcd(*self.lengths)}.",
+                axis="tp",
+            )
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Length of each of the matrices side by side."""
+        unit = self.total // sum(self.packed or (self.total,))
+        return tuple(unit * ratio for ratio in self.packed) or (self.total,)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Length of every rank's slice."""
+        """Length of every rank's slice, in all matrices together."""
+        if len(self.lengths) > 1:
+            return (self.total // self.parts,) * self.parts
         return balanced_sizes(self.total, self.parts)
 
     @cached_property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Start and length of this rank's slice of each matrix."""
+        if len(self.lengths) == 1:
+            return ((sum(self.sizes[: self.index]), self.length),)
+        ends = itertools.accumulate(self.lengths)
+        own = [length // self.parts for length in self.lengths]
+        return tuple(
+            (end - length + self.index * part, part)
+            for end, length, part in zip(ends, self.lengths, own, strict=True)
+        )
+
+    @property
     def start(self) -> int:
-        """Where this rank's slice starts."""
-        return sum(self.sizes[: self.index])
+        """Where this rank's (first) slice starts."""
+        return self.runs[0][0]
 
     @property
     def length(self) -> int:
@@ -72,8 +114,27 @@ class Cut:
 
     def take(self, whole: Tensor) -> Tensor:
         """Copy this rank's slice out of ``whole``, so that the rest can be freed."""
-        return whole.narrow(self.dim, self.start, self.length).clone(
-            memory_format=torch.contiguous_format
+        slices = [whole.narrow(self.dim, start, length) for start, length in self.runs]
+        if len(slices) > 1:
+            return torch.cat(slices, self.dim)
+        return slices[0].clone(memory_format=torch.contiguous_format)
+
+    def join(self, slices: Tensor) -> Tensor:
+        """Put the whole together from the slices of all ranks, one behind the other.
+
+        Args:
+            slices: ``total`` long along ``dim``, in rank order.
+
+        Returns:
+            The whole tensor.
+        """
+        if len(self.lengths) == 1:
+            return slices
+        own = [length // self.parts for length in self.lengths]
+        # [rank][matrix] becomes [matrix][rank].
+        pieces = slices.split(own * self.parts, self.dim)
+        return torch.cat(
+            [piece for m in range(len(own)) for piece in pieces[m :: len(own)]], self.dim
         )
 
     def spec(self, name: str, param: Tensor) -> ShardSpec:
@@ -88,6 +149,7 @@ class Cut:
             local_shape=local,
             dtype=param.dtype,
             tp_dim=self.dim,
+            runs=self.runs if len(self.runs) > 1 else (),
         )
 
 
@@ -115,8 +177,13 @@ class Slicer:
         self.index = index
         self._cuts: dict[Tensor, Cut] = {}
 
-    def cut(self, param: Tensor, dim: int) -> Cut:
+    def cut(self, param: Tensor, dim: int, *, packed: tuple[int, ...] = ()) -> Cut:
         """Cut ``param`` along ``dim``, unless it was cut that way already.
+
+        Args:
+            param: Cut in place.
+            dim: Along which dimension.
+            packed: See `Cut`.
 
         Raises:
             PlanError: If it was cut along another dimension, or is too small.
@@ -130,7 +197,7 @@ class Slicer:
                     axis="tp",
                 )
             return known
-        cut = Cut(dim, param.shape[dim], self.parts, self.index)
+        cut = Cut(dim, param.shape[dim], self.parts, self.index, packed)
         replace_data(param, cut.take(param.data))
         self._cuts[param] = cut
         return cut

@@ -236,13 +236,13 @@ def assemble(ranks: Sequence[Pieces], what: str) -> dict[str, Tensor]:
             if target not in whole:
                 whole[target] = torch.zeros(spec.global_shape, dtype=tensor.dtype)
                 filled[target] = torch.zeros(spec.global_shape, dtype=torch.bool)
-            box = zip(spec.offsets, spec.local_shape, strict=True)
-            place = tuple(slice(at, at + length) for at, length in box)
-            if filled[target][place].any():
-                equal = torch.equal(whole[target][place], tensor)
-                assert equal, f"{what}: two ranks hold different values of {name}"
-            whole[target][place] = tensor
-            filled[target][place] = True
+            for box, piece in spec.pieces(tensor):
+                place = tuple(slice(at, at + n) for at, n in zip(*box, strict=True))
+                if filled[target][place].any():
+                    equal = torch.equal(whole[target][place], piece)
+                    assert equal, f"{what}: two ranks hold different values of {name}"
+                whole[target][place] = piece
+                filled[target][place] = True
     for name, mask in filled.items():
         assert mask.all(), f"{what}: {name} was not covered by the ranks"
     return whole

@@ -83,3 +83,40 @@ def test_parameters_without_storage_are_cut_too() -> None:
     Slicer(parts=3, index=0).cut(weight, 0)
     assert weight.is_meta
     assert weight.shape == (2, 4)
+
+
+PACKED = [((1, 1, 1), 12, 2), ((4, 2, 2), 16, 2), ((8, 4, 4), 16, 4), ((1, 1), 16, 8)]
+
+
+@pytest.mark.parametrize(("packed", "total", "parts"), PACKED)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_matrices_side_by_side_are_each_cut(
+    packed: tuple[int, ...], total: int, parts: int, dim: int
+) -> None:
+    whole = torch.arange(3 * total).view((total, 3) if dim == 0 else (3, total))
+    cuts = [Cut(dim, total, parts, index, packed) for index in range(parts)]
+    slices = [cut.take(whole) for cut in cuts]
+    matrices = whole.split([total // sum(packed) * ratio for ratio in packed], dim)
+    for index, mine in enumerate(slices):
+        expected = torch.cat([matrix.chunk(parts, dim)[index] for matrix in matrices], dim)
+        assert torch.equal(mine, expected)
+        assert cuts[index].sizes == (total // parts,) * parts
+        spec = cuts[index].spec("qkv", mine)
+        for box, piece in spec.pieces(mine):
+            place = tuple(slice(at, at + n) for at, n in zip(*box, strict=True))
+            assert torch.equal(whole[place], piece)
+    assert torch.equal(cuts[0].join(torch.cat(slices, dim)), whole)
+
+
+@pytest.mark.parametrize(
+    ("packed", "total", "message"),
+    [
+        ((1, 1, 1), 16, r"does not hold matrices in the ratio \(1, 1, 1\)"),
+        ((4, 1, 1), 24, r"tp=8 does not divide .* \(16, 4, 4\); choose a divisor of 4"),
+    ],
+)
+def test_matrices_that_do_not_fit_are_refused(
+    packed: tuple[int, ...], total: int, message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        Cut(0, total, 8, 0, packed)
