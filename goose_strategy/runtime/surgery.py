@@ -26,6 +26,7 @@ from goose_strategy.compat.transformers import (
 from goose_strategy.errors import PlanError
 from goose_strategy.mesh.shard import ShardSpec
 from goose_strategy.models.registry import plan_for
+from goose_strategy.models.verify import verify_plan
 from goose_strategy.pipeline_parallel.balance import count_work
 from goose_strategy.pipeline_parallel.partition import partition_layers
 from goose_strategy.pipeline_parallel.probe import probe_model
@@ -129,6 +130,8 @@ def operate(
         if plan is not None:
             # Before the pipeline frees other stages' weights, so that a refusal changes nothing.
             check_cut(lm, plan, mesh.tp_size)
+            if config.tensor.verify_plan and not plan.proved:
+                verify_plan(lm, plan, mesh)
     if mesh.pp_size > 1:
         _cut_depth(surgery, module, mesh, config)
     inside: dict[str, ShardSpec] = {}

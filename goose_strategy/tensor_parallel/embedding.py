@@ -7,12 +7,14 @@ so that a vocabulary that tp does not divide has no rows that exist nowhere else
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from goose_strategy.compat.transformers import is_scaled_embedding
 from goose_strategy.errors import PlanError
 from goose_strategy.tensor_parallel.convert import Converted
 from goose_strategy.tensor_parallel.regions import leave_island
@@ -43,7 +45,8 @@ class VocabParallelEmbedding(Converted, nn.Embedding):
         Raises:
             PlanError: If it is another class, or renormalises, counts or sparsifies its rows.
         """
-        super().check(name, module)
+        if not is_scaled_embedding(type(module)):
+            super().check(name, module)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
                 raise PlanError(
@@ -66,7 +69,9 @@ class VocabParallelEmbedding(Converted, nn.Embedding):
         Returns:
             The same object.
         """
-        return cls.adopt(embedding, group=group, cut=slicer.cut(embedding.weight, 0))
+        plain: Any = type(embedding)
+        own = cls if plain is nn.Embedding else _above(plain)
+        return own.adopt(embedding, group=group, cut=slicer.cut(embedding.weight, 0))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Look up the whole embedding.
@@ -100,3 +105,13 @@ class VocabParallelEmbedding(Converted, nn.Embedding):
         cut = self.cut
         rows = f"rows of this rank={cut.start}:{cut.stop}" if cut else "not cut"
         return f"{super().extra_repr()}, {rows}"
+
+
+@functools.cache
+def _above(plain: Any) -> type[VocabParallelEmbedding]:
+    """Return a class whose forward is that of ``plain`` around a lookup in cut rows.
+
+    Such classes look up by ``super().forward`` and scale the result, so that here the cut lookup
+    takes the place of ``nn.Embedding``'s.
+    """
+    return type(f"VocabParallel{plain.__name__}", (plain, VocabParallelEmbedding), {})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -16,37 +17,52 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from goose_strategy.comm.collectives import all_gather_uneven
+from goose_strategy.compat.transformers import is_conv1d
 from goose_strategy.errors import PlanError
 from goose_strategy.mesh.shard import ShardSpec
+from goose_strategy.tensor_parallel.conv1d import convert_column, convert_row
+from goose_strategy.tensor_parallel.counts import (
+    argument_places,
+    divide_counts,
+    local_heads,
+    set_count,
+)
 from goose_strategy.tensor_parallel.embedding import VocabParallelEmbedding
+from goose_strategy.tensor_parallel.experts import DOWN, GATE_UP, check_experts, cut_experts
 from goose_strategy.tensor_parallel.head import HeadSwitch
-from goose_strategy.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from goose_strategy.tensor_parallel.plan import Style, TensorPlan, parent_name
+from goose_strategy.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    KeyValueLinear,
+    RowParallelLinear,
+)
+from goose_strategy.tensor_parallel.plan import Style, TensorPlan, generic_name, parent_name
 from goose_strategy.tensor_parallel.regions import enter_island
-from goose_strategy.tensor_parallel.slicing import Slicer, replace_data
+from goose_strategy.tensor_parallel.slicing import Cut, Slicer, replace_data
 
 if TYPE_CHECKING:
     from goose_strategy.mesh.mesh import ParallelMesh
     from goose_strategy.tensor_parallel.convert import Converted
 
 _RECORD = "_goose_tensor_parallel"
+# By style: the class for linear layers and embeddings, and the dimension of each parameter it cuts.
 _CLASSES: dict[Style, type[Converted]] = {
     Style.COLUMN: ColumnParallelLinear,
     Style.HEAD: ColumnParallelLinear,
+    Style.KEY_VALUE: KeyValueLinear,
     Style.ROW: RowParallelLinear,
     Style.VOCAB: VocabParallelEmbedding,
-}
-_CUT_SIZES: dict[Style, str] = {
-    Style.COLUMN: "out_features",
-    Style.HEAD: "out_features",
-    Style.ROW: "in_features",
-    Style.VOCAB: "num_embeddings",
 }
 _CUT_DIMS: dict[Style, dict[str, int]] = {
     Style.COLUMN: {"weight": 0, "bias": 0},
     Style.HEAD: {"weight": 0, "bias": 0},
     Style.ROW: {"weight": 1},
     Style.VOCAB: {"weight": 0},
+    Style.EXPERTS: {GATE_UP: 1, DOWN: 2},
+}
+# ``Conv1D`` keeps its weight transposed.
+_CONV1D_DIMS: dict[Style, dict[str, int]] = {
+    Style.COLUMN: {"weight": 1, "bias": 0},
+    Style.ROW: {"weight": 0},
 }
 
 
@@ -58,6 +74,7 @@ class _Record:
     slicer: Slicer
     converted: list[Converted] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
+    counts: list[Callable[[], None]] = field(default_factory=list)
     switch: HeadSwitch | None = None
 
 
@@ -95,8 +112,10 @@ def parallelize(
     if mesh.tp is None:
         return {name: ShardSpec.replicated(name, param) for name, param in model.named_parameters()}
     work = check_cut(model, plan, mesh.tp_size, owned=owned)
+    plan = plan.fitted(mesh.tp_size)
     record = _Record(mesh.tp, Slicer(parts=mesh.tp_size, index=mesh.tp_rank))
     _convert(model, plan, work, record)
+    _localise(model, plan, work, record)
     _hook_islands(model, plan, work, record)
     vars(model)[_RECORD] = record
     return {
@@ -120,6 +139,8 @@ def undo(model: nn.Module) -> None:
         replace_data(param, cut.join(slices).contiguous())
     for module in record.converted:
         module.restore()
+    for put_back in reversed(record.counts):
+        put_back()
 
 
 def head_switch(model: nn.Module) -> HeadSwitch | None:
@@ -139,9 +160,13 @@ def modules_to_cut(model: nn.Module, plan: TensorPlan) -> dict[str, tuple[nn.Mod
     found: dict[str, tuple[nn.Module, Style]] = {}
     for name, module in model.named_modules():
         style = plan.style_of(name)
-        if style in _CLASSES and not _is_placeholder(module):
+        if (style not in _CLASSES and style is not Style.EXPERTS) or _is_placeholder(module):
+            continue
+        if style is Style.EXPERTS:
+            check_experts(name, module)
+        elif not (is_conv1d(module) and style in _CONV1D_DIMS):
             _CLASSES[style].check(name, module)
-            found[name] = module, style
+        found[name] = module, style
     return found
 
 
@@ -162,20 +187,34 @@ def check_cut(
     Raises:
         PlanError: If it cannot be cut.
     """
-    plan.check(tp)
-    found = modules_to_cut(model, plan).items()
+    found = modules_to_cut(model, plan.fitted(tp)).items()
     work = {name: entry for name, entry in found if _is_owned(name, owned)}
     for name, (module, style) in work.items():
-        attribute = _CUT_SIZES[style]
-        size = getattr(module, attribute)
-        if size < tp or (size % tp and style in (Style.COLUMN, Style.ROW)):
-            raise PlanError(
-                f"tp={tp} does not divide {name}.{attribute}={size} of this {plan.family} "
-                f"model; choose a divisor of {size}.",
-                axis="tp",
-            )
+        if style is Style.EXPERTS:
+            check_experts(name, module, tp)
+        elif style is not Style.KEY_VALUE:
+            _check_size(name, module, style, plan, tp)
     _check_shared(model, work)
     return work
+
+
+def _check_size(name: str, module: nn.Module, style: Style, plan: TensorPlan, tp: int) -> None:
+    """Check that a layer, and each of the matrices that it is made of, can be cut."""
+    dim = _dims_of(module, style)["weight"]
+    size = module.get_parameter("weight").shape[dim]
+    if size < tp or (size % tp and style in (Style.COLUMN, Style.ROW)):
+        side = "input" if style is Style.ROW else "output"
+        raise PlanError(
+            f"tp={tp} does not divide the {size} {side} features of {name} of this {plan.family} "
+            f"model; choose a divisor of {size}.",
+            axis="tp",
+        )
+    Cut(dim, size, tp, 0, plan.packed_of(name))
+
+
+def _dims_of(module: nn.Module, style: Style) -> dict[str, int]:
+    dims = _CONV1D_DIMS if is_conv1d(module) else _CUT_DIMS
+    return dims.get(style, {})
 
 
 def _check_shared(model: nn.Module, work: Mapping[str, tuple[nn.Module, Style]]) -> None:
@@ -184,7 +223,7 @@ def _check_shared(model: nn.Module, work: Mapping[str, tuple[nn.Module, Style]])
     for name, module in model.named_modules():
         style = work[name][1] if name in work else None
         for kind, param in module.named_parameters(recurse=False):
-            dim = None if style is None else _CUT_DIMS[style].get(kind)
+            dim = None if style is None else _dims_of(module, style).get(kind)
             other, other_dim = seen.setdefault(param, (name, dim))
             if other_dim != dim:
                 raise PlanError(
@@ -219,12 +258,25 @@ def _convert(
     group, slicer = record.group, record.slicer
     module: Any
     for name, (module, style) in work.items():
+        alone = _island_of(name, plan) is None
+        packed = plan.packed_of(name)
         converted: Converted
-        if style is Style.COLUMN:
-            alone = _island_of(name, plan) is None
-            converted = ColumnParallelLinear.convert(module, slicer, group, copies_input=alone)
+        if style is Style.EXPERTS:
+            record.handles += cut_experts(module, slicer, group)
+            continue
+        if style is Style.COLUMN and is_conv1d(module):
+            converted = convert_column(module, slicer, group, copies_input=alone, packed=packed)
+        elif style is Style.ROW and is_conv1d(module):
+            converted = convert_row(module, slicer, group)
+        elif style is Style.COLUMN:
+            converted = ColumnParallelLinear.convert(
+                module, slicer, group, copies_input=alone, packed=packed
+            )
         elif style is Style.ROW:
             converted = RowParallelLinear.convert(module, slicer, group)
+        elif style is Style.KEY_VALUE:
+            heads = plan.kv_heads
+            converted = KeyValueLinear.convert(module, group, heads=heads, copies_input=alone)
         elif style is Style.VOCAB:
             converted = VocabParallelEmbedding.convert(module, slicer, group)
         else:
@@ -232,6 +284,48 @@ def _convert(
             record.switch = HeadSwitch(converted, gather_logits=plan.gather_logits)
             record.handles += record.switch.attach(model)
         record.converted.append(converted)
+
+
+def _localise(
+    model: nn.Module,
+    plan: TensorPlan,
+    work: Mapping[str, tuple[nn.Module, Style]],
+    record: _Record,
+) -> None:
+    """Tell the attention modules how many heads this rank has, and give them their arguments."""
+    attention = plan.attention
+    if attention is None:
+        return
+    tp, index = record.slicer.parts, record.slicer.index
+    parents = {parent_name(name) for name in work}
+    for name in sorted(parents):
+        if generic_name(name) != attention.module:
+            continue
+        module = model.get_submodule(name)
+        record.counts += divide_counts(name, module, attention.numbers, tp)
+        if any(style is Style.KEY_VALUE for style in plan.rules.values()):
+            own = plan.divisible[attention.heads] // tp
+            record.counts.append(set_count(module, attention.groups, own))
+        if attention.sliced:
+            places = argument_places(module, attention.sliced)
+            hook = _slicing(places, heads=plan.divisible[attention.heads], tp=tp, index=index)
+            record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+
+def _slicing(places: Mapping[str, int], *, heads: int, tp: int, index: int) -> Any:
+    """Make the hook that leaves an attention module the arguments of this rank's heads."""
+
+    def keep_own(
+        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        local = partial(local_heads, rows=hidden.shape[0], heads=heads, tp=tp, index=index)
+        by_place = {place: name for name, place in places.items()}
+        own = tuple(local(arg) if at in by_place else arg for at, arg in enumerate(args))
+        named = {key: local(arg) if key in places else arg for key, arg in kwargs.items()}
+        return own, named
+
+    return keep_own
 
 
 def _island_of(name: str, plan: TensorPlan) -> str | None:
