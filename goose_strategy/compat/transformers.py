@@ -269,6 +269,16 @@ def promised_ties(model: nn.Module) -> dict[str, str]:
     return dict(ties) if isinstance(ties, Mapping) else {}
 
 
+def auxiliary_loss(model: nn.Module) -> str | None:
+    """Return the model's attribute that weighs its routers' load-balancing loss, if it has one.
+
+    A mixture of experts adds that loss to the one that ``loss_function`` computes where
+    ``output_router_logits`` is set, in the config or in the call.
+    """
+    names = ("router_aux_loss_coef", "aux_loss_coef")
+    return next((n for n in names if isinstance(getattr(model, n, None), (int, float))), None)
+
+
 def small_clone(model: nn.Module, layers: int) -> nn.Module:
     """Build a new model of the same class and widths with fewer layers, on the CPU in fp32.
 

@@ -187,6 +187,13 @@ def _cut_depth(
             f"outside of {type(lm).__name__}, which alone is cut into stages; freeze them or use "
             "pp=1."
         )
+    if getattr(getattr(lm, "config", None), "output_router_logits", False):
+        raise PlanError(
+            f"output_router_logits=True adds a loss over the routers of all layers, but pp="
+            f"{mesh.pp_size} leaves each stage those of its own; set it to False in the model's "
+            "config, or use pp=1.",
+            axis="pp",
+        )
     owners = [m for m in lm.modules() if any(True for _ in m.parameters(recurse=False))]
     info = probe_model(lm)
     bounds = partition_layers(config.pipeline.partition, count_work(lm, info), mesh.pp_size)
