@@ -279,24 +279,28 @@ def auxiliary_loss(model: nn.Module) -> str | None:
     return next((n for n in names if isinstance(getattr(model, n, None), (int, float))), None)
 
 
-def small_clone(model: nn.Module, layers: int) -> nn.Module:
-    """Build a new model of the same class and widths with fewer layers, on the CPU in fp32.
+def small_clone(model: nn.Module, layers: int, *, device: str = "cpu") -> nn.Module | None:
+    """Build a new model of the same class and widths with fewer layers, in fp32.
 
     Args:
         model: A transformers model; its config is copied.
-        layers: Largest number of layers.
+        layers: Number of layers.
+        device: Where; on ``"meta"`` it costs nothing.
 
     Returns:
-        A model with its own random parameters.
+        A model with its own random parameters; ``None`` if it would leave out a kind of layer that
+        the config lists (a window, a kind of attention, a mixture).
     """
     config: Any = copy.deepcopy(model.config)
     former = config.num_hidden_layers
-    config.num_hidden_layers = min(layers, former)
+    config.num_hidden_layers = layers
     for name, value in list(vars(config).items()):
-        # One entry per layer: kinds of attention, windows, routing.
         if isinstance(value, list) and len(value) == former:
+            kinds = [str(kind) for kind in value]
+            if set(kinds[:layers]) != set(kinds):
+                return None
             setattr(config, name, value[:layers])
-    with torch.device("cpu"):
+    with torch.device(device):
         return type(model)(config).float()
 
 

@@ -111,8 +111,10 @@ def plan_for(model: nn.Module, config: TensorConfig | None = None) -> TensorPlan
         )
     rules = _with_embeddings(model, rules)
     _check_pairs(name, rules)
+    guessed: frozenset[str] = frozenset()
     if family is None:
-        rules = _with_shares(model, name, rules, guess=config.verify_plan)
+        guessed = _unnamed(model, name, rules, guess=config.verify_plan)
+    rules |= dict.fromkeys(guessed, Style.PARTIAL)
     sizes = {
         size: config_size(model, size) for size in (family.divisible if family else HEADS_AND_MLP)
     }
@@ -124,6 +126,7 @@ def plan_for(model: nn.Module, config: TensorConfig | None = None) -> TensorPlan
         packed=_packed(model, family, prefix),
         attention=_placed(family, prefix),
         whole_attention=config.allow_replicated_attention,
+        guessed=guessed,
         proved=family is not None and not config.rules,
         gather_logits=config.gather_logits,
     )
@@ -228,15 +231,15 @@ def _check_pairs(family: str, rules: Mapping[str, Style]) -> None:
             )
 
 
-def _with_shares(
+def _unnamed(
     model: nn.Module, family: str, rules: Mapping[str, Style], *, guess: bool
-) -> dict[str, Style]:
-    """Name every parameter beside column and row layers: its gradient is taken to be a share.
+) -> frozenset[str]:
+    """Return the parameters beside column and row layers that no rule names.
 
     Raises:
-        PlanError: If there is one and nothing would find out whether that is so.
+        PlanError: If there is one and nothing would find out how its gradient arises.
     """
-    found = dict(rules)
+    found = set()
     parents = {parent_name(name) for name, style in rules.items() if style is Style.COLUMN}
     for name, _ in model.named_parameters():
         pattern = generic_name(name)
@@ -254,5 +257,5 @@ def _with_shares(
                 f"TensorConfig(verify_plan=True) find out, or use tp=1.",
                 axis="tp",
             )
-        found[pattern] = Style.PARTIAL
-    return found
+        found.add(pattern)
+    return frozenset(found)

@@ -126,12 +126,12 @@ def operate(
     for second, first in tied_parameters(module).items():
         surgery.aliases.setdefault(first, []).append(second)
     plans = [plan_for(lm, config.tensor) if mesh.tp is not None else None for _, lm in models]
-    for (_, lm), plan in zip(models, plans, strict=True):
+    for index, ((_, lm), plan) in enumerate(zip(models, plans, strict=True)):
         if plan is not None:
             # Before the pipeline frees other stages' weights, so that a refusal changes nothing.
             check_cut(lm, plan, mesh.tp_size)
             if config.tensor.verify_plan and not plan.proved:
-                verify_plan(lm, plan, mesh)
+                plans[index] = verify_plan(lm, plan, mesh)
     if mesh.pp_size > 1:
         _cut_depth(surgery, module, mesh, config)
     inside: dict[str, ShardSpec] = {}

@@ -95,6 +95,7 @@ class TensorPlan:
         attention: What else is known of the attention modules.
         kv_heads: Key and value heads of layers with `Style.KEY_VALUE`.
         whole_attention: Leave attention whole where tp does not divide its heads.
+        guessed: Rules that nobody gave: `Style.PARTIAL` until it was tried out.
         proved: Whether it was compared with one process; others are tried out before their use.
         gather_logits: Whether the output carries whole logits even when labels are passed.
     """
@@ -107,6 +108,7 @@ class TensorPlan:
     attention: Attention | None = None
     kv_heads: int = 1
     whole_attention: bool = False
+    guessed: frozenset[str] = frozenset()
     proved: bool = False
     gather_logits: bool = False
 
