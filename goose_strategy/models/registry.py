@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from goose_strategy.compat.peft import layers_under
 from goose_strategy.compat.transformers import (
     base_prefix,
     config_size,
@@ -211,7 +212,8 @@ def _with_embeddings(model: nn.Module, rules: Mapping[str, Style]) -> dict[str, 
     extra = {
         generic_name(place[0]): style
         for style, place in found.items()
-        if place is not None and isinstance(place[1], classes[style])
+        if place is not None
+        and all(isinstance(layer, classes[style]) for layer in layers_under(place[1]).values())
     }
     return {**extra, **rules}
 

@@ -22,6 +22,7 @@ from goose_strategy.runtime.batch import Batch, BatchGuard
 from goose_strategy.runtime.forward import DirectForward, PipelinedForward, uncompiled
 from goose_strategy.runtime.naming import (
     GroupNames,
+    check_storages,
     check_ties,
     owners,
     record_groups,
@@ -133,6 +134,7 @@ class ShardedModel:
                     f"{type(module).__name__} is sharded already, as a part of another module; "
                     "set up the outermost module, once."
                 )
+        check_storages(self.module)
         for optimizer in optimizers:
             check_supported(optimizer)
         return record_groups(self.module, optimizers)

@@ -55,6 +55,29 @@ def record_groups(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Gr
     return recorded
 
 
+def check_storages(module: nn.Module) -> None:
+    """Check that no two parameters are views of the same elements.
+
+    Each parameter moves into a bucket of its own kind, which would silently end the sharing: peft's
+    ``ensure_weight_tying`` gives the adapters of a tied head and embedding one storage this way.
+    One parameter under two names is no such case.
+
+    Raises:
+        ConfigError: If two do, and one of them is trained.
+    """
+    seen: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, param in module.named_parameters():
+        if param.is_meta or not param.numel():
+            continue
+        other, former = seen.setdefault(param.data_ptr(), (name, param))
+        if former is not param and (param.requires_grad or former.requires_grad):
+            raise ConfigError(
+                f"parameters {other} and {name} are two tensors over the same memory, which would "
+                "become independent; use one parameter in both places, or (peft) set "
+                "ensure_weight_tying=False."
+            )
+
+
 def refill_groups(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
