@@ -72,8 +72,9 @@ def verify_plan(model: nn.Module, plan: TensorPlan, mesh: ParallelMesh) -> Tenso
     by_name = dict(zip([*names, "logits"], errors.tolist(), strict=True))
     for pattern in plan.guessed:
         tried = [by_name.pop(name) for name in names if generic_name(name) == pattern]
-        summed, unsummed = (max(column) <= _TOLERANCE for column in zip(*tried, strict=True))
-        if summed and unsummed:
+        summed, unsummed, exists = (max(column) for column in zip(*tried, strict=True))
+        summed, unsummed = summed <= _TOLERANCE, unsummed <= _TOLERANCE
+        if summed and unsummed and exists:
             _refuse(plan, f"tell about {pattern}: its gradient is nothing on a trial")
         if not summed and not unsummed:
             _refuse(plan, f"train as the uncut model does: on a trial {pattern} is off")
@@ -124,9 +125,10 @@ def _errors(
     *,
     inputs: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Return relative errors, ``[parameters + 1, 2]``: as planned and, of shares, unsummed.
+    """Return for each parameter its error as planned, its error unsummed, and if it has a gradient.
 
-    The last row is that of the logits. What is not a number counts as infinitely wrong.
+    ``[parameters + 1, 3]``; errors are relative, the last row is that of the logits. What is not a
+    number counts as infinitely wrong.
     """
     logits = _relative(_backward(cut, *inputs), _backward(whole, *inputs))
     theirs = {
@@ -141,8 +143,9 @@ def _errors(
         unsummed = _relative_parts(spec, grad, theirs[name], floor)
         if spec.tp_partial:
             all_reduce(grad, mesh.tp).wait()
-        found.append((_relative_parts(spec, grad, theirs[name], floor), unsummed))
-    errors = torch.tensor([*found, (logits, logits)], dtype=torch.float64)
+        exists = bool(grad.any()) or bool(theirs[name].any())
+        found.append((_relative_parts(spec, grad, theirs[name], floor), unsummed, exists))
+    errors = torch.tensor([*found, (logits, logits, True)], dtype=torch.float64)
     return torch.nan_to_num(errors, nan=math.inf)
 
 

@@ -27,6 +27,10 @@ class Style(StrEnum):
     """A linear layer whose input features are cut; its output is summed over tp."""
     VOCAB = "vocab"
     """An embedding whose rows (the vocabulary) are cut; its output is summed over tp."""
+    GATHERED = "gathered"
+    """A column layer whose output is put together again, for modules that need all of it."""
+    SPLIT = "split"
+    """A row layer whose input is whole: each rank takes its slice of it."""
     KEY_VALUE = "key_value"
     """A linear layer of fewer key or value heads than tp ranks: kept whole, of its output each rank
     computes the one head that its queries use."""
