@@ -17,7 +17,16 @@ from torch.optim import Optimizer
 
 from goose_strategy.data_parallel.reducer import Reducer
 from goose_strategy.errors import BatchError, ConfigError
+from goose_strategy.hub.read import (
+    check_placed,
+    check_readable,
+    fingerprints,
+    is_unread,
+    materialize,
+    while_cut,
+)
 from goose_strategy.optim.supported import check_supported
+from goose_strategy.pipeline_parallel.ghost import place_ghosts
 from goose_strategy.runtime.batch import Batch, BatchGuard
 from goose_strategy.runtime.forward import DirectForward, PipelinedForward, uncompiled
 from goose_strategy.runtime.naming import (
@@ -38,7 +47,7 @@ from goose_strategy.runtime.replicate import (
 )
 from goose_strategy.runtime.stepping import WatchedShards
 from goose_strategy.runtime.surgery import Surgery, operate
-from goose_strategy.runtime.verdict import agreed
+from goose_strategy.runtime.verdict import agreed, equal_everywhere
 
 if TYPE_CHECKING:
     from goose_strategy.comm.watchdog import Watchdog
@@ -65,6 +74,8 @@ class ShardedModel:
         global_loss: Whether a causal LM's loss is summed over the replicas.
         guard: Compares batches over the ranks of one replica.
         closed: Whether the module was given back.
+        unfilled: Parameters and buffers that hold NaN until a checkpoint is loaded: the module
+            was on the meta device, and not made by `from_pretrained`.
     """
 
     def __init__(
@@ -91,6 +102,7 @@ class ShardedModel:
         self._buffers_changed = False
         self._undo = ExitStack()
         self.closed = False
+        self.unfilled: list[str] = []
 
     @property
     def surgery(self) -> Surgery:
@@ -111,12 +123,16 @@ class ShardedModel:
         if isinstance(former, ShardedModel) and former.module is self.module:
             former.give_up()
         recorded = agreed(self.mesh, lambda: self._check(optimizers))
+        equal_everywhere(self.mesh, fingerprints(self.module), "the checkpoint's files")
         equalize(self.module, self.mesh)
         share_random_state(self.mesh)
-        self._surgery = agreed(
-            self.mesh,
-            lambda: operate(self.module, self.mesh, self.config, count=self._wait_count),
-        )
+        with while_cut(self.module):
+            self._surgery = agreed(
+                self.mesh,
+                lambda: operate(self.module, self.mesh, self.config, count=self._wait_count),
+            )
+        if is_unread(self.module):
+            self.unfilled = agreed(self.mesh, self._materialize)
         self.module.to(self.mesh.device)
         vars(self.module)[_MARK] = self
         self._undo.callback(vars(self.module).pop, _MARK, None)
@@ -137,7 +153,29 @@ class ShardedModel:
         check_storages(self.module)
         for optimizer in optimizers:
             check_supported(optimizer)
+        check_readable(self.module)
         return record_groups(self.module, optimizers)
+
+    def _materialize(self) -> list[str]:
+        """Read this rank's part of what `from_pretrained` or the meta device has left open."""
+        unfilled = materialize(self.module, self.surgery.specs, self.mesh.device)
+        place_ghosts(self.module, self.mesh.device)
+        check_placed(self.module)
+        return unfilled
+
+    def check_filled(self) -> None:
+        """Refuse to compute with, or to save, weights that were never loaded.
+
+        Raises:
+            ConfigError: If there are some.
+        """
+        if self.unfilled:
+            raise ConfigError(
+                f"{self.unfilled[0]} and {len(self.unfilled) - 1} more have no values: the module "
+                "was on the meta device when it was set up. Load a checkpoint first "
+                "(fabric.load(path, {'model': model}), or ckpt_path of the Trainer), or build it "
+                "by goose_strategy.from_pretrained."
+            )
 
     def give_up(self) -> None:
         """Make way for another strategy that wants to shard the same module.
@@ -243,7 +281,12 @@ class ShardedModel:
             self.reducer = None
 
     def prepare_gradients(self) -> None:
-        """Make sure that gradients of the coming backward land in buckets."""
+        """Make sure that weights have values and gradients of the coming backward buckets.
+
+        Raises:
+            ConfigError: If weights were never loaded.
+        """
+        self.check_filled()
         if self.reducer is None and self.surgery.trains and torch.is_grad_enabled():
             self._build_reducer({})
         if self.reducer is not None:

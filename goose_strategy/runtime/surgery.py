@@ -24,6 +24,7 @@ from goose_strategy.compat.transformers import (
     tied_parameters,
 )
 from goose_strategy.errors import PlanError
+from goose_strategy.hub.twin import runnable_twin
 from goose_strategy.mesh.shard import ShardSpec
 from goose_strategy.models.registry import plan_for
 from goose_strategy.models.verify import verify_plan
@@ -195,7 +196,8 @@ def _cut_depth(
             axis="pp",
         )
     owners = [m for m in lm.modules() if any(True for _ in m.parameters(recurse=False))]
-    info = probe_model(lm)
+    unread = any(param.is_meta for param in lm.parameters())
+    info = probe_model(runnable_twin(lm, mesh.device) if unread else lm)
     bounds = partition_layers(config.pipeline.partition, count_work(lm, info), mesh.pp_size)
     surgery.stage = cut_model(lm, info, bounds, mesh.pp_rank)
     surgery.emptied = [m for m in owners if not any(True for _ in m.parameters(recurse=False))]
