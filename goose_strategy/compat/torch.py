@@ -5,6 +5,7 @@ Everything here may move in any torch release; the test of the same name says wh
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch.distributed import Store, distributed_c10d
 
@@ -32,3 +33,13 @@ def clone_store(store: Store) -> Store:
     """
     clone: Store = store.clone()  # type: ignore[attr-defined]
     return clone
+
+
+def inside_backward() -> bool:
+    """Return whether this thread runs a node of autograd's graph at present.
+
+    That is where ``torch.utils.checkpoint`` calls a function for the second time. torch tells its
+    own modules by the number of the running graph task, which is -1 outside.
+    """
+    running: int = torch._C._current_graph_task_id()
+    return running != -1

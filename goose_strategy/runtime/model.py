@@ -19,6 +19,7 @@ from goose_strategy.data_parallel.reducer import Reducer
 from goose_strategy.errors import BatchError, ConfigError
 from goose_strategy.optim.supported import check_supported
 from goose_strategy.runtime.batch import Batch, BatchGuard
+from goose_strategy.runtime.dropout import DropoutStream
 from goose_strategy.runtime.forward import DirectForward, PipelinedForward, uncompiled
 from goose_strategy.runtime.naming import (
     GroupNames,
@@ -56,6 +57,7 @@ class ShardedModel:
         mesh: The mesh.
         config: Settings of the runtime.
         watchdog: Watches over blocks that may hang, or ``None``.
+        ordinal: Number of the module in its script.
 
     Attributes:
         module: The user's module; its class and names stay.
@@ -72,6 +74,7 @@ class ShardedModel:
         mesh: ParallelMesh,
         config: RuntimeConfig,
         watchdog: Watchdog | None,
+        ordinal: int = 0,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -83,6 +86,8 @@ class ShardedModel:
         self.global_loss = True
         self.guard = BatchGuard(mesh, self.watch)
         self._watchdog = watchdog
+        self._ordinal = ordinal
+        self._dropout: DropoutStream | None = None
         self._surgery: Surgery | None = None
         self._pipeline: PipelineCall | None = None
         self._count: TokenCount | None = None
@@ -98,6 +103,13 @@ class ShardedModel:
             raise ConfigError("The module is not sharded yet.")
         return self._surgery
 
+    @property
+    def dropout(self) -> DropoutStream:
+        """The random numbers of the module's calls."""
+        if self._dropout is None:
+            raise ConfigError("The module is not sharded yet.")
+        return self._dropout
+
     def shard(self, optimizers: Sequence[Optimizer] = (), *, hook_forward: bool = True) -> None:
         """Shard the module in place, patch its forward, attach the optimizers. Collective.
 
@@ -112,6 +124,7 @@ class ShardedModel:
         recorded = agreed(self.mesh, lambda: self._check(optimizers))
         equalize(self.module, self.mesh)
         share_random_state(self.mesh)
+        self._dropout = DropoutStream(self.mesh, self._ordinal, self.watch)
         self._surgery = agreed(
             self.mesh,
             lambda: operate(self.module, self.mesh, self.config, count=self._wait_count),

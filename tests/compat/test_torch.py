@@ -1,9 +1,11 @@
 """What breaks when torch moves its private APIs: each test names the user of one."""
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
-from goose_strategy.compat.torch import clone_store, default_store
+from goose_strategy.compat.torch import clone_store, default_store, inside_backward
 from tests.harness.world import run_ranks
 
 
@@ -23,3 +25,17 @@ def test_the_watchdog_finds_the_ranks_store_and_opens_a_second_connection():
 def test_without_a_world_there_is_no_store():
     with pytest.raises(RuntimeError, match="there is no default process group"):
         default_store()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_dropout_stream_knows_a_call_that_computes_again(reentrant):
+    seen = []
+
+    def compute(x):
+        seen.append(inside_backward())
+        return x.exp()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(compute, x, use_reentrant=reentrant).sum().backward()
+    assert seen == [False, True]
+    assert not inside_backward()
