@@ -35,6 +35,7 @@ from goose_strategy.optim.clip import clip_grad_norm, clip_grad_value
 from goose_strategy.runtime.model import ShardedModel
 
 if TYPE_CHECKING:
+    from goose_strategy.runtime.dropout import DropoutStream
     from goose_strategy.runtime.settings import RuntimeConfig
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -53,6 +54,7 @@ class ParallelRuntime:
         self._mesh: ParallelMesh | None = None
         self._watchdog: Watchdog | None = None
         self._broadcast_batches = False
+        self._sharded = 0
 
     @property
     def started(self) -> bool:
@@ -129,7 +131,8 @@ class ParallelRuntime:
         """
         known = self.model_of(module)
         if known is None:
-            known = ShardedModel(module, self.mesh, self.config, self._watchdog)
+            self._sharded += 1
+            known = ShardedModel(module, self.mesh, self.config, self._watchdog, self._sharded)
             known.shard(optimizers, hook_forward=hook_forward)
             known.guard.mode = "broadcast" if self._broadcast_batches else "check"
             # One that was sharded anew by another runtime has been closed here.
@@ -142,6 +145,11 @@ class ParallelRuntime:
         """Return the handle of ``module`` if it is sharded by this runtime."""
         alive = (model for model in self.models if not model.closed)
         return next((model for model in alive if model.module is module), None)
+
+    @property
+    def dropout_streams(self) -> list[DropoutStream]:
+        """The random numbers of every sharded module's calls, in the order of the set-ups."""
+        return [model.dropout for model in self.models if not model.closed]
 
     def attach_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Attach optimizers that were made after ``module`` was sharded."""

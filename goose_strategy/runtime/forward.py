@@ -106,9 +106,12 @@ class DirectForward:
         for batch in batches:
             check_not_empty(batch)
         batches = model.guard(batches)
-        if listed:
-            return self._listed(batches)
-        (batch,) = batches
+        with model.dropout(training=model.module.training):
+            return self._listed(batches) if listed else self._one(batches)
+
+    def _one(self, batches: list[Batch]) -> Any:
+        """Run a call's one batch."""
+        model, (batch,) = self._model, batches
         if batch.get("labels") is None:
             with model.watch("forward"):
                 return self._original(**batch)
@@ -200,7 +203,8 @@ class PipelinedForward:
         batches = model.guard(batches)
         as_tuple = batches[0].pop("return_dict", None) is False
         grad = torch.is_grad_enabled()
-        loss, logits = model.run_pipeline(batches, listed=listed, grad=grad)
+        with model.dropout(training=model.module.training):
+            loss, logits = model.run_pipeline(batches, listed=listed, grad=grad)
         output = CausalLMOutputWithPast(loss=loss, logits=logits)
         return output.to_tuple() if as_tuple else output
 

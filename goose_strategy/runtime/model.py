@@ -28,6 +28,7 @@ from goose_strategy.hub.read import (
 from goose_strategy.optim.supported import check_supported
 from goose_strategy.pipeline_parallel.ghost import place_ghosts
 from goose_strategy.runtime.batch import Batch, BatchGuard
+from goose_strategy.runtime.dropout import DropoutStream
 from goose_strategy.runtime.forward import DirectForward, PipelinedForward, uncompiled
 from goose_strategy.runtime.naming import (
     GroupNames,
@@ -66,6 +67,7 @@ class ShardedModel:
         mesh: The mesh.
         config: Settings of the runtime.
         watchdog: Watches over blocks that may hang, or ``None``.
+        ordinal: Number of the module in its script.
 
     Attributes:
         module: The user's module; its class and names stay.
@@ -84,6 +86,7 @@ class ShardedModel:
         mesh: ParallelMesh,
         config: RuntimeConfig,
         watchdog: Watchdog | None,
+        ordinal: int = 0,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -95,6 +98,8 @@ class ShardedModel:
         self.global_loss = True
         self.guard = BatchGuard(mesh, self.watch)
         self._watchdog = watchdog
+        self._ordinal = ordinal
+        self._dropout: DropoutStream | None = None
         self._surgery: Surgery | None = None
         self._pipeline: PipelineCall | None = None
         self._count: TokenCount | None = None
@@ -111,6 +116,13 @@ class ShardedModel:
             raise ConfigError("The module is not sharded yet.")
         return self._surgery
 
+    @property
+    def dropout(self) -> DropoutStream:
+        """The random numbers of the module's calls."""
+        if self._dropout is None:
+            raise ConfigError("The module is not sharded yet.")
+        return self._dropout
+
     def shard(self, optimizers: Sequence[Optimizer] = (), *, hook_forward: bool = True) -> None:
         """Shard the module in place, patch its forward, attach the optimizers. Collective.
 
@@ -126,6 +138,7 @@ class ShardedModel:
         equal_everywhere(self.mesh, fingerprints(self.module), "the checkpoint's files")
         equalize(self.module, self.mesh)
         share_random_state(self.mesh)
+        self._dropout = DropoutStream(self.mesh, self._ordinal, self.watch)
         with while_cut(self.module):
             self._surgery = agreed(
                 self.mesh,

@@ -26,6 +26,7 @@ from goose_strategy.tensor_parallel.counts import (
     local_heads,
     set_count,
 )
+from goose_strategy.tensor_parallel.dropout import hook_regions
 from goose_strategy.tensor_parallel.experts import check_experts, cut_experts
 from goose_strategy.tensor_parallel.head import HeadSwitch
 from goose_strategy.tensor_parallel.layers import (
@@ -102,6 +103,7 @@ def parallelize(
     plan = plan.fitted(mesh.tp_size)
     record = _Record(mesh.tp, Slicer(parts=mesh.tp_size, index=mesh.tp_rank))
     _convert(model, plan, work, record)
+    record.handles += hook_regions(model, work, mesh)
     _localise(model, plan, work, record)
     _hook_islands(model, plan, work, record)
     vars(model)[_RECORD] = record
