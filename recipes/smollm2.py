@@ -47,7 +47,8 @@ class FineTune(L.LightningModule):
     def configure_model(self) -> None:
         # Lightning calls this again for validation and the like.
         if self.model is None:
-            self.model = goose_strategy.from_pretrained(self.path, dtype=torch.float32)
+            # As transformers' own, it comes in evaluation mode.
+            self.model = goose_strategy.from_pretrained(self.path, dtype=torch.float32).train()
 
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
         loss = self.model(**batch).loss
