@@ -131,7 +131,7 @@ class FileLayout:
         Raises:
             CheckpointError: If one is missing, or was written twice.
         """
-        counts = Counter(keys)
+        counts = Counter(list(keys))
         wrong = [key for key in self.places if counts[key] != 1]
         if wrong:
             raise CheckpointError(
