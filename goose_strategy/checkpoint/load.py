@@ -77,6 +77,24 @@ def open_checkpoint(
     return checkpoint
 
 
+def open_alone(path: str | os.PathLike[str], *, verify: bool = True) -> ShardedCheckpoint:
+    """Open a sharded checkpoint in one process, without the user's values.
+
+    Args:
+        path: The folder.
+        verify: Compare the checksum of every file; sizes always are.
+
+    Raises:
+        CheckpointError: If there is no finished checkpoint, or a file of it is damaged.
+    """
+    target = folder.local_path(path)
+    entries, record = meta.load_meta(target)
+    check_file(target, METADATA_FILE, record.files[METADATA_FILE], checksum=True)
+    checkpoint = ShardedCheckpoint(target, entries, record)
+    checkpoint.verify(part=0, parts=1, checksum=verify)
+    return checkpoint
+
+
 def load_tensors(
     checkpoint: Checkpoint,
     destinations: Sequence[LocalTensor],

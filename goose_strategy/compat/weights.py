@@ -193,6 +193,11 @@ def recall_transforms(model: nn.Module, names: Collection[str] | None) -> None:
     remember_transforms(model, chosen)
 
 
+def never_saved(model: nn.Module) -> set[str]:
+    """Return names that transformers leaves out of files, because they are computed."""
+    return {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
+
+
 def revert_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of a model under the names, and in the form, of the hub's files.
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ from goose_strategy.optim.clip import clip_grad_norm, clip_grad_value
 from goose_strategy.runtime.model import ShardedModel
 
 if TYPE_CHECKING:
+    import os
+
     from goose_strategy.runtime.dropout import DropoutStream
     from goose_strategy.runtime.settings import RuntimeConfig
 
@@ -312,6 +314,28 @@ class ParallelRuntime:
                 f"{type(optimizer).__name__} is not attached; set it up with its module first."
             )
         return model
+
+    def export(self, module: nn.Module, path: str | os.PathLike[str], **settings: Any) -> None:
+        """Write the causal LM of a sharded module as a Hugging Face checkpoint. Collective.
+
+        Args:
+            module: The sharded module.
+            path: The folder that will appear, on a file system that all ranks share.
+            **settings: Of :class:`~goose_strategy.hub.config.ExportConfig`: ``dtype``,
+                ``max_shard_size``, ``overwrite``, ``tokenizer``.
+
+        Raises:
+            ConfigError: If the module is not sharded here, or a setting is wrong.
+            CheckpointError: On all ranks, if something is in the way, or writing failed on one.
+        """
+        # torch's checkpoint package costs half a second; most starts need none.
+        from goose_strategy.hub.config import ExportConfig
+        from goose_strategy.runtime.export import export_model
+
+        model = self.model_of(module)
+        if model is None:
+            raise ConfigError("The module is not sharded by this runtime; set it up first.")
+        export_model(model, path, ExportConfig(**settings))
 
     def vote(self, *, decision: bool, everyone: bool) -> bool:
         """Return whether all (``everyone``) or any ranks of the world decided yes. Collective."""

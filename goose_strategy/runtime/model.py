@@ -17,18 +17,11 @@ from torch.optim import Optimizer
 
 from goose_strategy.data_parallel.reducer import Reducer
 from goose_strategy.errors import BatchError, ConfigError
-from goose_strategy.hub.read import (
-    check_placed,
-    check_readable,
-    fingerprints,
-    is_unread,
-    materialize,
-    while_cut,
-)
+from goose_strategy.hub.read import check_readable, fingerprints, is_unread, while_cut
 from goose_strategy.optim.supported import check_supported
-from goose_strategy.pipeline_parallel.ghost import place_ghosts
 from goose_strategy.runtime.batch import Batch, BatchGuard
 from goose_strategy.runtime.dropout import DropoutStream
+from goose_strategy.runtime.filling import fill, refuse_unfilled
 from goose_strategy.runtime.forward import DirectForward, PipelinedForward, uncompiled
 from goose_strategy.runtime.naming import (
     GroupNames,
@@ -145,7 +138,9 @@ class ShardedModel:
                 lambda: operate(self.module, self.mesh, self.config, count=self._wait_count),
             )
         if is_unread(self.module):
-            self.unfilled = agreed(self.mesh, self._materialize)
+            self.unfilled = agreed(
+                self.mesh, lambda: fill(self.module, self.surgery.specs, self.mesh.device)
+            )
         self.module.to(self.mesh.device)
         vars(self.module)[_MARK] = self
         self._undo.callback(vars(self.module).pop, _MARK, None)
@@ -169,26 +164,13 @@ class ShardedModel:
         check_readable(self.module)
         return record_groups(self.module, optimizers)
 
-    def _materialize(self) -> list[str]:
-        """Read this rank's part of what `from_pretrained` or the meta device has left open."""
-        unfilled = materialize(self.module, self.surgery.specs, self.mesh.device)
-        place_ghosts(self.module, self.mesh.device)
-        check_placed(self.module)
-        return unfilled
-
     def check_filled(self) -> None:
         """Refuse to compute with, or to save, weights that were never loaded.
 
         Raises:
             ConfigError: If there are some.
         """
-        if self.unfilled:
-            raise ConfigError(
-                f"{self.unfilled[0]} and {len(self.unfilled) - 1} more have no values: the module "
-                "was on the meta device when it was set up. Load a checkpoint first "
-                "(fabric.load(path, {'model': model}), or ckpt_path of the Trainer), or build it "
-                "by goose_strategy.from_pretrained."
-            )
+        refuse_unfilled(self.unfilled)
 
     def give_up(self) -> None:
         """Make way for another strategy that wants to shard the same module.

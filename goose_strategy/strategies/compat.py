@@ -35,6 +35,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.fabric.wrappers import _FabricModule
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as TrainerScriptLauncher,
 )
@@ -105,6 +106,12 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     inner = getattr(optimizer, "_optimizer", optimizer)
     if not isinstance(inner, torch.optim.Optimizer):
         raise TypeError(f"{type(optimizer).__name__} is no torch optimizer.")
+    return inner
+
+
+def unwrap_module(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module behind Fabric's wrapper."""
+    inner: torch.nn.Module = module.module if isinstance(module, _FabricModule) else module
     return inner
 
 

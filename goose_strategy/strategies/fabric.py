@@ -280,6 +280,10 @@ class Goose3DStrategy(ParallelStrategy):
             self.runtime, path, state, strict=strict, weights_only=weights_only
         )
 
+    def export(self, module: nn.Module, path: Any, **settings: Any) -> None:
+        """Write a set-up model for the hub; see `ParallelRuntime.export`. Collective."""
+        self._door.export(module, path, settings)
+
     @override
     def teardown(self) -> None:
         self.runtime.stop()
