@@ -7,6 +7,7 @@ under the parameter's own name, as one process would have saved it.
 
 from __future__ import annotations
 
+import heapq
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,11 +126,18 @@ def optimizer_objects(
     return objects if has_state else {(entry, "state"): {}, **objects}
 
 
-def merged_groups(per_stage: Iterable[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def merged_groups(
+    per_stage: Iterable[Sequence[Mapping[str, Any]]], order: Mapping[str, int]
+) -> list[dict[str, Any]]:
     """Put the parameter groups of all stages together: the first's settings, everybody's names.
+
+    torch's ``load_state_dict`` hands states out by position, whatever their shapes, so the names
+    have to come in the order of one process; that of the stages is another one where a module
+    behind the stack stands before it in the model (OPT's last norm).
 
     Args:
         per_stage: Groups per stage in order, with ``params`` as lists of names.
+        order: Place of each name in one process. Names of one stage keep their own order.
 
     Returns:
         Groups of the whole model; a name that two stages have (a tied weight) is listed once.
@@ -143,7 +151,8 @@ def merged_groups(per_stage: Iterable[Sequence[Mapping[str, Any]]]) -> list[dict
         raise CheckpointError(f"the stages have different numbers of parameter groups: {counts}.")
     merged: list[dict[str, Any]] = []
     for groups in zip(*stages, strict=True):
-        names = dict.fromkeys(name for group in groups for name in group["params"])
+        stages_names = [group["params"] for group in groups]
+        names = dict.fromkeys(heapq.merge(*stages_names, key=lambda name: order[name]))
         merged.append({**groups[0], "params": list(names)})
     return merged
 

@@ -84,7 +84,9 @@ def optimizer_contents(
     per_rank = all_gather_objects(_named_groups(model, optimizer), model.mesh.control)
     stages = [per_rank[model.mesh.layout.stage_rank(0, s)] for s in range(model.mesh.pp_size)]
     has_state = any(all_gather_objects(bool(tensors), model.mesh.control))
-    return tensors, optimizer_objects(entry, merged_groups(stages), has_state=has_state)
+    return tensors, optimizer_objects(
+        entry, merged_groups(stages, model.order_of(optimizer)), has_state=has_state
+    )
 
 
 def load_model_and_optimizers(
