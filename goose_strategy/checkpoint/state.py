@@ -59,7 +59,7 @@ def weight_tensors(
         mine = writers[name] == mesh.dp_rank and spec.tie_owner
         found.append(
             LocalTensor(
-                (entry, _saved_name(spec, name)),
+                (entry, saved_name(spec, name)),
                 tuple(spec.global_shape),
                 weight.dtype,
                 tuple(spec.pieces(weight.detach())),
@@ -99,7 +99,7 @@ def optimizer_tensors(
         # Of a value for the whole parameter the rank with the first element is the writer.
         is_first = is_writer and mesh.tp_rank == 0 and (0 in starts or not starts)
         for key, value in values.items():
-            path = (entry, "state", _saved_name(spec, name), key)
+            path = (entry, "state", saved_name(spec, name), key)
             if isinstance(value, tuple):
                 found.append(_ranged(path, spec, value, writer=is_writer))
             else:
@@ -189,7 +189,7 @@ def empty_optimizer_state(
     state: OptimizerState = {}
     for name, (start, stop) in ranges.items():
         values: dict[str, FlatRange | Tensor | float | int] = {}
-        for key, tensor in stored.get(_saved_name(specs[name], name), {}).items():
+        for key, tensor in stored.get(saved_name(specs[name], name), {}).items():
             if key in ranged:
                 flat = torch.empty(stop - start, dtype=tensor.dtype, device=device)
                 values[key] = (flat, start, stop)
@@ -219,7 +219,7 @@ def divide_writing(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
     return writers
 
 
-def _saved_name(spec: ShardSpec, name: str) -> str:
+def saved_name(spec: ShardSpec, name: str) -> str:
     """Return the name in the checkpoint: a copy of a tied weight is not saved under its own."""
     return spec.tie if spec.tie is not None and not spec.tie_owner else name
 

@@ -33,6 +33,7 @@ from goose_strategy.optim.state import (
     named_optimizer_state,
     owned_ranges,
 )
+from goose_strategy.runtime.recast import main_from_weights, weights_from_main
 
 if TYPE_CHECKING:
     from goose_strategy.checkpoint.manifest import EntryPath, LocalTensor
@@ -114,7 +115,9 @@ def load_model_and_optimizers(
     destinations: list[LocalTensor] = []
     states: dict[str, OptimizerState] = {}
     for entry, model in models.items():
-        destinations += model_tensors(entry, model)
+        own = [name for name, (owner, _) in optimizers.items() if owner is model]
+        destinations += weights_from_main(model_tensors(entry, model), checkpoint, own)
+    entries = {model: entry for entry, model in models.items()}
     for entry, (model, optimizer) in optimizers.items():
         ranges = owned_ranges(_shards(model, optimizer))
         state = empty_optimizer_state(
@@ -122,6 +125,9 @@ def load_model_and_optimizers(
         )
         states[entry] = state
         destinations += optimizer_tensors(entry, state, model.surgery.specs, mesh=model.mesh)
+        if model in entries:
+            specs = model.surgery.specs
+            destinations += main_from_weights(state, checkpoint, entries[model], ranges, specs)
     identity: dict[str, str] = {}
     for model in models.values():
         identity |= identity_of(model)
