@@ -163,7 +163,10 @@ def adapter_state(
     chosen: dict[str, Tensor] = sys.modules["peft"].get_peft_model_state_dict(
         model, state_dict=dict(state_dict), adapter_name=adapter, save_embedding_layers=False
     )
-    return chosen
+    # peft asks the wrapped module for its names, and a stage has none of another stage's.
+    place = f"modules_to_save.{adapter}."
+    copies = {name.replace(place, ""): t for name, t in state_dict.items() if place in name}
+    return chosen | copies
 
 
 def save_adapter_config(model: nn.Module, adapter: str, folder: str) -> None:

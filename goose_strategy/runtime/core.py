@@ -155,10 +155,7 @@ class ParallelRuntime:
 
     def attach_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Attach optimizers that were made after ``module`` was sharded."""
-        model = self.model_of(module)
-        if model is None:
-            raise ConfigError("The module is not sharded by this runtime; call shard_module first.")
-        model.attach(optimizers)
+        self._known(module).attach(optimizers)
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Attach one optimizer to the sharded module whose parameters it holds.
@@ -342,6 +339,39 @@ class ParallelRuntime:
         value = torch.tensor([int(decision)], dtype=torch.int64)
         all_reduce(value, self.mesh.control, op="min" if everyone else "max")
         return bool(value.item())
+
+    def export_adapter(
+        self, module: nn.Module, path: str | os.PathLike[str], *, adapter: str = "default"
+    ) -> None:
+        """Write one adapter as ``PeftModel.from_pretrained`` loads it. Collective.
+
+        Args:
+            module: A sharded module that holds one ``PeftModel``.
+            path: The folder.
+            adapter: Name of the adapter.
+
+        Raises:
+            ConfigError: If the module is not sharded here, or there is no such adapter.
+            CheckpointError: If writing failed; on all ranks.
+        """
+        # torch's checkpoint package costs half a second; most starts need none.
+        from goose_strategy.runtime.adapters import export_adapter
+
+        export_adapter(self._known(module), path, adapter=adapter)
+
+    @contextmanager
+    def merged_adapters(self, module: nn.Module) -> Generator[None, None, None]:
+        """Merge a module's active adapters into its weights inside the block."""
+        from goose_strategy.runtime.adapters import merged_adapters
+
+        with merged_adapters(self._known(module)):
+            yield
+
+    def _known(self, module: nn.Module) -> ShardedModel:
+        model = self.model_of(module)
+        if model is None:
+            raise ConfigError("The module is not sharded by this runtime; call shard_module first.")
+        return model
 
     def broadcast_batches(self) -> None:
         """From now on, send the first rank's batch to the others of its model replica."""

@@ -27,6 +27,7 @@ from goose_strategy.runtime.naming import (
     GroupNames,
     check_storages,
     check_ties,
+    orders_of,
     owners,
     record_groups,
     refill_groups,
@@ -98,6 +99,7 @@ class ShardedModel:
         self._count: TokenCount | None = None
         self._buffers: list[tuple[nn.Module, str]] = []
         self._buffers_changed = False
+        self._orders: dict[Optimizer | None, dict[str, int]] = {}
         self._undo = ExitStack()
         self.closed = False
         self.unfilled: list[str] = []
@@ -129,6 +131,7 @@ class ShardedModel:
             former.give_up()
         recorded = agreed(self.mesh, lambda: self._check(optimizers))
         equal_everywhere(self.mesh, fingerprints(self.module), "the checkpoint's files")
+        self._orders = orders_of(self.module, optimizers, recorded)
         equalize(self.module, self.mesh)
         share_random_state(self.mesh)
         self._dropout = DropoutStream(self.mesh, self._ordinal, self.watch)
@@ -355,6 +358,13 @@ class ShardedModel:
     def shards_of(self, optimizer: Optimizer) -> list[WatchedShards]:
         """Return the shards that an optimizer steps."""
         return [shard for shard in self.shards if shard.optimizer is optimizer]
+
+    def order_of(self, optimizer: Optimizer) -> dict[str, int]:
+        """Return the place of each parameter in one process: in the optimizer, else the module.
+
+        An optimizer that was built after the module was cut knows its own stage's order only.
+        """
+        return self._orders.get(optimizer) or self._orders.get(None, {})
 
     def close(self) -> None:
         """Remove hooks and patches; the parameters keep their values. Collective over tp."""

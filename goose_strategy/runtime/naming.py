@@ -78,6 +78,28 @@ def check_storages(module: nn.Module) -> None:
             )
 
 
+def orders_of(
+    module: nn.Module, optimizers: Sequence[Optimizer], recorded: Sequence[GroupNames]
+) -> dict[Optimizer | None, dict[str, int]]:
+    """Return the place of each parameter, before anything is cut.
+
+    Args:
+        module: The whole module.
+        optimizers: The optimizers of :func:`record_groups`.
+        recorded: Its result.
+
+    Returns:
+        Place by name, in each optimizer; under ``None`` in the module.
+    """
+    orders: dict[Optimizer | None, dict[str, int]] = {
+        None: {name: at for at, (name, _) in enumerate(module.named_parameters())}
+    }
+    for optimizer, groups in zip(optimizers, recorded, strict=True):
+        names = (name for group in groups for name in group)
+        orders[optimizer] = {name: at for at, name in enumerate(names)}
+    return orders
+
+
 def refill_groups(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
