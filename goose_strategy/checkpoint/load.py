@@ -16,6 +16,8 @@ from goose_strategy.checkpoint.agree import collect
 from goose_strategy.checkpoint.files import check_file
 from goose_strategy.checkpoint.manifest import LocalTensor, key_of
 from goose_strategy.checkpoint.opened import Checkpoint, ShardedCheckpoint, load_single_file
+from goose_strategy.checkpoint.place import CONTENT, fetched, resolved
+from goose_strategy.checkpoint.remote import is_remote
 from goose_strategy.checkpoint.storage import METADATA_FILE
 from goose_strategy.errors import CheckpointError
 
@@ -51,7 +53,8 @@ def open_checkpoint(
     """Open a checkpoint, verify its files and read all but its tensors; collective.
 
     Args:
-        path: The folder, or a single file; rank 0's counts.
+        path: The folder, or a single file, or a URL of either that fsspec knows, which is
+            downloaded once per machine; rank 0's counts.
         mesh: The ranks.
         weights_only: As ``torch.load`` takes it, for the values among the user's that the
             restricted unpickler refuses; ``None`` is torch's default. Tensors, lists and meta.pt
@@ -67,10 +70,13 @@ def open_checkpoint(
             missing or damaged, or if ``weights_only`` refuses a value.
     """
     doing = f"opening path={os.fspath(path)!r}"
-    target = collect(mesh, doing, lambda: folder.local_path(path))[0]
+    target = collect(mesh, doing, lambda: resolved(path))[0]
+    copy = fetched(target, mesh=mesh, doing=doing) if is_remote(target) else None
+    place = folder.local_path(target) if copy is None else copy.path / CONTENT
     opened: list[Checkpoint] = []
-    collect(mesh, doing, lambda: opened.append(_open(target, weights_only=weights_only)))
+    collect(mesh, doing, lambda: opened.append(_open(place, weights_only=weights_only)))
     checkpoint = opened[0]
+    checkpoint.name, checkpoint.copy = target, copy
     ranks = mesh.layout.world_size
     collect(mesh, doing, lambda: checkpoint.verify(part=mesh.rank, parts=ranks, checksum=verify))
     collect(mesh, doing, checkpoint.load_objects)
@@ -125,7 +131,7 @@ def load_tensors(
         CheckpointError: On all ranks, if the checkpoint is of another model; the message lists the
             first differences.
     """
-    doing = f"loading path='{checkpoint.path}'"
+    doing = f"loading path={checkpoint.name!r}"
     mine = _Wanted(
         {t.key for t in destinations}, {t.entry for t in destinations} | {*entries}, set()
     )

@@ -67,9 +67,11 @@ def check_storages(module: nn.Module) -> None:
     """
     seen: dict[int, tuple[str, nn.Parameter]] = {}
     for name, param in module.named_parameters():
-        if param.is_meta or not param.numel():
+        # Tensors without values, and those of other packages, may have no address.
+        address = 0 if param.is_meta or not param.numel() else param.data_ptr()
+        if not address:
             continue
-        other, former = seen.setdefault(param.data_ptr(), (name, param))
+        other, former = seen.setdefault(address, (name, param))
         if former is not param and (param.requires_grad or former.requires_grad):
             raise ConfigError(
                 f"parameters {other} and {name} are two tensors over the same memory, which would "

@@ -146,7 +146,7 @@ def load_model_and_optimizers(
         identity |= identity_of(model)
     groups: dict[str, Sequence[Mapping[str, Any]]] = {}
     for entry, (_, optimizer) in optimizers.items():
-        doing = f"loading {entry!r} of path='{checkpoint.path}'"
+        doing = f"loading {entry!r} of path={checkpoint.name!r}"
         check = partial(_checked_groups, checkpoint, entry, optimizer)
         groups[entry] = collect(mesh, doing, check)[mesh.rank]
     mismatch = load_tensors(

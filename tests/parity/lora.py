@@ -25,15 +25,22 @@ class LoraCase(Case):
         targets: Names of the layers with adapters.
         adapters: Names of the adapters; the last one is active.
         lora: Further arguments of ``LoraConfig``.
+        recompute: Whether layers keep their inputs only, and run again in the backward.
     """
 
     targets: tuple[str, ...] = LAYERS
     adapters: tuple[str, ...] = ("default",)
     lora: tuple[tuple[str, Any], ...] = ()
+    recompute: bool = False
 
     def model(self) -> nn.Module:
         """Build the model; the base is frozen, and no factor is zero."""
-        return with_adapters(super().model(), self)
+        model: Any = with_adapters(super().model(), self)
+        if self.recompute:
+            model.base_model.model.enable_input_require_grads()
+            model.base_model.model.activation_checkpointing_enable({"use_reentrant": False})
+        whole: nn.Module = model
+        return whole
 
 
 def with_adapters(base: nn.Module, case: LoraCase) -> nn.Module:

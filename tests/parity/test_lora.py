@@ -62,6 +62,9 @@ LAYOUTS = {
     "a saved embedding": LoraCase(lora=(("modules_to_save", ("embed_tokens",)),), **SQUARE),
     # AutoModel's issue 3096 is about such stages: only one of them saved its adapter.
     "a stage without adapters": LoraCase(lora=(("layers_to_transform", (3,)),), **SQUARE),
+    "layers that run again": LoraCase(recompute=True, **SQUARE),
+    # Variants are refused with tp only.
+    "DoRA": LoraCase(lora=(("use_dora", True),), pp=2, dp=2, steps=3),
     "four stages": LoraCase(tp=2, pp=4, microbatches=5, steps=3),
 }
 
@@ -90,8 +93,10 @@ def train_with_masks(session: Session, case: Case) -> None:
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "up_proj"), ("o_proj", "down_proj"), LAYERS])
-def test_dropout_draws_the_masks_of_one_process(targets: tuple[str, ...]) -> None:
-    case = LoraCase(targets=targets, lora=(("lora_dropout", 0.3),), tp=2, steps=3)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dropout_draws_the_masks_of_one_process(targets: tuple[str, ...], recompute: bool) -> None:
+    dropout = (("lora_dropout", 0.3),)
+    case = LoraCase(targets=targets, lora=dropout, recompute=recompute, tp=2, steps=3)
     assert_parity(case, scenario=train_with_masks)
 
 
