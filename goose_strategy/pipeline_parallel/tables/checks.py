@@ -74,9 +74,7 @@ def check_schedule(schedule: Schedule, *, train: bool = True) -> None:
         ScheduleError: Naming the schedule and the first action that is wrong.
     """
     try:
-        check_table(
-            schedule.table, schedule.microbatches, chunks=schedule.chunks, train=train
-        )
+        check_table(schedule.table, schedule.microbatches, chunks=schedule.chunks, train=train)
     except ScheduleError as error:
         raise ScheduleError(f"{schedule.name}: {error}") from error
 
@@ -216,9 +214,7 @@ def check_messages(table: Table, chunks: Chunks | None = None) -> None:
     while ready:
         rank = ready.pop()
         ready |= world.advance(rank)
-    stuck = [
-        str(row[at]) for row, at in zip(table, world.position, strict=True) if at < len(row)
-    ]
+    stuck = [str(row[at]) for row, at in zip(table, world.position, strict=True) if at < len(row)]
     unsent = [str(message.action) for lane in world.lanes.values() for message in lane]
     if stuck or unsent:
         raise ScheduleError(

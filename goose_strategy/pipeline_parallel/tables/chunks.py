@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from goose_strategy.errors import ConfigError
-from goose_strategy.pipeline_parallel.schedule import Action, Table
 from goose_strategy.validate import one_of, positive, whole
+
+if TYPE_CHECKING:
+    from goose_strategy.pipeline_parallel.schedule import Action, Table
 
 Style: TypeAlias = Literal["loop", "v"]
 """``loop``: stage ``s`` on rank ``s % ranks``. ``v``: down the ranks, then back up."""

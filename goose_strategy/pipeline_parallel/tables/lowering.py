@@ -15,19 +15,29 @@ hold with one communicator, too; there are two so that a slow gradient does not 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from goose_strategy.pipeline_parallel.schedule import Action, Kind, Table
-from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 from goose_strategy.pipeline_parallel.tables.simulate import Span, time_table
+
+if TYPE_CHECKING:
+    from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 
 
 class _Key(NamedTuple):
-    """The place of a message in the one order of all messages."""
+    """The place of a message in the one order of all messages.
+
+    Attributes:
+        time: When the sender has computed it.
+        backward: Outputs come before gradients of the same time.
+        way: Sending stages on its way so far: of two messages of the same time a rank receives the
+            one first, and sends the other then.
+        microbatch: Its microbatch.
+    """
 
     time: float
     backward: bool
-    stage: int
+    way: int
     microbatch: int
 
 
@@ -79,7 +89,8 @@ def _message(span: Span, chunks: Chunks) -> tuple[_Key, Action, Action] | None:
         send, receive = Kind.SEND_BACKWARD, Action(stage - 1, Kind.RECEIVE_BACKWARD, microbatch)
     else:
         return None
-    key = _Key(span.end, kind is not Kind.FORWARD, stage, microbatch)
+    way = stage if kind is Kind.FORWARD else chunks.stages - 1 - stage
+    key = _Key(span.end, kind is not Kind.FORWARD, way, microbatch)
     return key, Action(stage, send, microbatch), receive
 
 

@@ -27,6 +27,8 @@ class Costs:
         latency: From the end of an action until another rank has its result.
         tie: From the time at which both ends have come to ``T`` until it is done. Neither waits
             for it before its row's end.
+        activations: Memory of one microbatch's activations, per stage, in any unit; 1 each if
+            ``None``. It takes no time, but decides with :func:`~.choose.choose` what fits.
     """
 
     forward: tuple[float, ...]
@@ -35,6 +37,7 @@ class Costs:
     recompute: tuple[float, ...] | None = None
     latency: float = 0.0
     tie: float = 0.0
+    activations: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check that all costs are there and not negative.
@@ -42,7 +45,7 @@ class Costs:
         Raises:
             ConfigError: Naming the value and what is allowed.
         """
-        for name in ("backward_input", "backward_weight", "recompute"):
+        for name in ("backward_input", "backward_weight", "recompute", "activations"):
             given = getattr(self, name)
             if given is not None and len(given) != len(self.forward):
                 raise ConfigError(
@@ -50,7 +53,13 @@ class Costs:
                     "give a cost for every stage."
                 )
         costs = (*self.forward, *self.backward_input, *self.backward_weight)
-        for cost in (*costs, *(self.recompute or ()), self.latency, self.tie):
+        for cost in (
+            *costs,
+            *(self.recompute or ()),
+            *(self.activations or ()),
+            self.latency,
+            self.tie,
+        ):
             # Also refuses a value that is no number.
             if not cost >= 0:
                 raise ConfigError(f"cost={cost!r} must be at least 0.")
@@ -67,7 +76,9 @@ class Costs:
     ) -> Costs:
         """Return the costs of stages of equal work."""
         return cls(
-            (forward,) * stages, (backward_input,) * stages, (backward_weight,) * stages,
+            (forward,) * stages,
+            (backward_input,) * stages,
+            (backward_weight,) * stages,
             latency=latency,
         )
 
@@ -185,8 +196,11 @@ def time_table(
     ready = list(range(len(rows)))
     while ready:
         ready += clock.advance(ready.pop())
-    stuck = [str(row[len(spans)]) for row, spans in zip(rows, clock.spans, strict=True)
-             if len(spans) < len(row)]
+    stuck = [
+        str(row[len(spans)])
+        for row, spans in zip(rows, clock.spans, strict=True)
+        if len(spans) < len(row)
+    ]
     if stuck:
         raise ScheduleError(f"The table deadlocks: {', '.join(stuck)} wait for one another.")
     return tuple(tuple(spans) for spans in clock.spans)

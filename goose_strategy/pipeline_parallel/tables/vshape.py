@@ -9,6 +9,7 @@ both, but refuses fewer microbatches than stages under DualPipeV.
 from __future__ import annotations
 
 from collections import Counter, deque
+from itertools import pairwise
 
 from goose_strategy.pipeline_parallel.schedule import Action, Kind, Table
 
@@ -115,7 +116,7 @@ def dualpipev(ranks: int, microbatches: int) -> tuple[Table, frozenset[Action]]:
     """
     rows = [_dualpipev_row(rank, ranks, max(2 * ranks, microbatches)) for rank in range(ranks)]
     table = tuple(tuple(a for a in row.actions if a.microbatch < microbatches) for row in rows)
-    follower = {a: b for row in table for a, b in zip(row, row[1:], strict=False)}
+    follower = {a: b for row in table for a, b in pairwise(row)}
     # Where the pattern has holes, a forward's partner may be missing.
     pairs = (
         forward
