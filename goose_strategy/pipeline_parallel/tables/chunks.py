@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from goose_strategy.errors import ConfigError
+from goose_strategy.pipeline_parallel.tables.peaks import peak_activations
 from goose_strategy.validate import one_of, positive, whole
 
 if TYPE_CHECKING:
@@ -92,6 +93,11 @@ class Schedule:
     microbatches: int
     table: Table
     overlapped: frozenset[Action] = frozenset()
+
+    @cached_property
+    def peaks(self) -> tuple[int, ...]:
+        """Per rank, how many chunks' activations of one microbatch are held at most."""
+        return peak_activations(self.table)
 
     def with_table(self, table: Table) -> Schedule:
         """Return the schedule with another table."""

@@ -104,7 +104,8 @@ def _rounds(ranks: int, microbatches: int) -> list[int]:
     """Cut the microbatches into rounds of at least ``ranks``, as equal as they can be.
 
     A round passes through all chunks of a rank before the next round. With fewer than ``ranks``
-    microbatches in it, the rank would wait for its own result to come around.
+    microbatches in it, the rank would wait for its own result to come around. The larger rounds
+    come first: how far a rank runs ahead is counted in the first, and too little would deadlock.
     """
     count = max(1, microbatches // ranks)
     size, more = divmod(microbatches, count)

@@ -9,7 +9,7 @@ forwards up and down; a communicator works through its operations in order, so t
 on one order. They do by construction: all messages of all ranks are sorted by the time at which
 the sender has computed them, and every rank launches its own in that order. Then nothing can
 deadlock: of the messages under way the first in that order waits for no other one. It would
-hold with one communicator, too; there are two so that a slow gradient does not hold up outputs.
+hold with one communicator, and with one per pair of neighbours, too: fewer wait for more.
 """
 
 from __future__ import annotations
@@ -103,6 +103,9 @@ def _with_messages(
         if span.action.kind is Kind.RECOMPUTE:
             # It stays next to its backward, behind the receives.
             recompute = span.action
+            continue
+        if span.action.kind is Kind.TIE:
+            yield span.action
             continue
         message = _message(span, chunks)
         until = message[0] if message else _Key(span.end, True, chunks.stages, 0)  # noqa: FBT003
