@@ -27,8 +27,8 @@ class RandomTurns:
         while moved:
             ranks = list(range(len(self.rows)))
             self.chance.shuffle(ranks)
-            moved = any([self._step(rank) for rank in ranks])
-            moved |= any([self._exchange(lane, queue) for (_, lane), queue in self.queues.items()])
+            moved = any(self._step(rank) for rank in ranks)
+            moved |= any(self._exchange(lane, queue) for (_, lane), queue in self.queues.items())
         return not any(self.rows) and not any(self.queues.values())
 
     def _step(self, rank: int) -> bool:
