@@ -48,3 +48,13 @@ def plain_functions() -> AbstractContextManager[None]:
     """
     block: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return block
+
+
+def inside_backward() -> bool:
+    """Return whether this thread runs a node of autograd's graph at present.
+
+    That is where ``torch.utils.checkpoint`` calls a function for the second time. torch tells its
+    own modules by the number of the running graph task, which is -1 outside.
+    """
+    running: int = torch._C._current_graph_task_id()
+    return running != -1

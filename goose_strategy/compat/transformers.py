@@ -8,17 +8,38 @@ test that says what breaks when its name moves.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from goose_strategy.errors import PlanError
 
 LossFunction = Callable[..., Any]
+
+_LINEAR_TWINS = {("transformers.models.falcon.modeling_falcon", "FalconLinear")}
+
+
+def is_linear_twin(cls: type[nn.Module]) -> bool:
+    """Return whether a class is one of transformers' that computes what ``nn.Linear`` does."""
+    return issubclass(cls, nn.Linear) and (cls.__module__, cls.__name__) in _LINEAR_TWINS
+
+
+def is_scaled_embedding(cls: type[nn.Module]) -> bool:
+    """Return whether a class is one of transformers' embeddings that scale what they look up."""
+    ours = cls.__module__.startswith("transformers.models.")
+    return ours and issubclass(cls, nn.Embedding) and cls.__name__.endswith("ScaledWordEmbedding")
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is GPT-2's linear layer with a transposed weight, and plain."""
+    utils = sys.modules.get("transformers.pytorch_utils")
+    return utils is not None and type(module) is utils.Conv1D
 
 
 def _pretrained_class() -> type[nn.Module] | None:
@@ -246,6 +267,41 @@ def promised_ties(model: nn.Module) -> dict[str, str]:
     """Return transformers' own record of tied weights, second name -> name of the source."""
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     return dict(ties) if isinstance(ties, Mapping) else {}
+
+
+def auxiliary_loss(model: nn.Module) -> str | None:
+    """Return the model's attribute that weighs its routers' load-balancing loss, if it has one.
+
+    A mixture of experts adds that loss to the one that ``loss_function`` computes where
+    ``output_router_logits`` is set, in the config or in the call.
+    """
+    names = ("router_aux_loss_coef", "aux_loss_coef")
+    return next((n for n in names if isinstance(getattr(model, n, None), (int, float))), None)
+
+
+def small_clone(model: nn.Module, layers: int, *, device: str = "cpu") -> nn.Module | None:
+    """Build a new model of the same class and widths with fewer layers, in fp32.
+
+    Args:
+        model: A transformers model; its config is copied.
+        layers: Number of layers.
+        device: Where; on ``"meta"`` it costs nothing.
+
+    Returns:
+        A model with its own random parameters; ``None`` if it would leave out a kind of layer that
+        the config lists (a window, a kind of attention, a mixture).
+    """
+    config: Any = copy.deepcopy(model.config)
+    former = config.num_hidden_layers
+    config.num_hidden_layers = layers
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == former:
+            kinds = [str(kind) for kind in value]
+            if set(kinds[:layers]) != set(kinds):
+                return None
+            setattr(config, name, value[:layers])
+    with torch.device(device):
+        return type(model)(config).float()
 
 
 def non_persistent_float_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:

@@ -1,8 +1,8 @@
 """Llama: grouped-query attention and a gated MLP, with biases where the config asks for them."""
 
-from goose_strategy.models.family import Family
+from goose_strategy.models.family import LLAMA_ISLANDS, Family
 
 LLAMA = Family(
     name="llama",
-    islands={"layers.*.self_attn": "hidden_states", "layers.*.mlp": "x"},
+    islands=LLAMA_ISLANDS,
 )

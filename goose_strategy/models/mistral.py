@@ -1,8 +1,8 @@
 """Mistral: Llama's layers with a sliding window."""
 
-from goose_strategy.models.family import Family
+from goose_strategy.models.family import LLAMA_ISLANDS, Family
 
 MISTRAL = Family(
     name="mistral",
-    islands={"layers.*.self_attn": "hidden_states", "layers.*.mlp": "x"},
+    islands=LLAMA_ISLANDS,
 )

@@ -3,12 +3,12 @@
 The norms' weights are shared by all heads, of which a rank has some: their gradients are partial.
 """
 
-from goose_strategy.models.family import Family
+from goose_strategy.models.family import LLAMA_ISLANDS, Family
 from goose_strategy.tensor_parallel.plan import Style
 
 QWEN3 = Family(
     name="qwen3",
-    islands={"layers.*.self_attn": "hidden_states", "layers.*.mlp": "x"},
+    islands=LLAMA_ISLANDS,
     rules={
         "layers.*.self_attn.q_norm": Style.PARTIAL,
         "layers.*.self_attn.k_norm": Style.PARTIAL,

@@ -37,6 +37,7 @@ from goose_strategy.runtime.model import ShardedModel
 if TYPE_CHECKING:
     import os
 
+    from goose_strategy.runtime.dropout import DropoutStream
     from goose_strategy.runtime.settings import RuntimeConfig
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -55,6 +56,7 @@ class ParallelRuntime:
         self._mesh: ParallelMesh | None = None
         self._watchdog: Watchdog | None = None
         self._broadcast_batches = False
+        self._sharded = 0
 
     @property
     def started(self) -> bool:
@@ -131,7 +133,8 @@ class ParallelRuntime:
         """
         known = self.model_of(module)
         if known is None:
-            known = ShardedModel(module, self.mesh, self.config, self._watchdog)
+            self._sharded += 1
+            known = ShardedModel(module, self.mesh, self.config, self._watchdog, self._sharded)
             known.shard(optimizers, hook_forward=hook_forward)
             known.guard.mode = "broadcast" if self._broadcast_batches else "check"
             # One that was sharded anew by another runtime has been closed here.
@@ -145,12 +148,14 @@ class ParallelRuntime:
         alive = (model for model in self.models if not model.closed)
         return next((model for model in alive if model.module is module), None)
 
+    @property
+    def dropout_streams(self) -> list[DropoutStream]:
+        """The random numbers of every sharded module's calls, in the order of the set-ups."""
+        return [model.dropout for model in self.models if not model.closed]
+
     def attach_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Attach optimizers that were made after ``module`` was sharded."""
-        model = self.model_of(module)
-        if model is None:
-            raise ConfigError("The module is not sharded by this runtime; call shard_module first.")
-        model.attach(optimizers)
+        self._known(module).attach(optimizers)
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Attach one optimizer to the sharded module whose parameters it holds.
@@ -334,6 +339,39 @@ class ParallelRuntime:
         value = torch.tensor([int(decision)], dtype=torch.int64)
         all_reduce(value, self.mesh.control, op="min" if everyone else "max")
         return bool(value.item())
+
+    def export_adapter(
+        self, module: nn.Module, path: str | os.PathLike[str], *, adapter: str = "default"
+    ) -> None:
+        """Write one adapter as ``PeftModel.from_pretrained`` loads it. Collective.
+
+        Args:
+            module: A sharded module that holds one ``PeftModel``.
+            path: The folder.
+            adapter: Name of the adapter.
+
+        Raises:
+            ConfigError: If the module is not sharded here, or there is no such adapter.
+            CheckpointError: If writing failed; on all ranks.
+        """
+        # torch's checkpoint package costs half a second; most starts need none.
+        from goose_strategy.runtime.adapters import export_adapter
+
+        export_adapter(self._known(module), path, adapter=adapter)
+
+    @contextmanager
+    def merged_adapters(self, module: nn.Module) -> Generator[None, None, None]:
+        """Merge a module's active adapters into its weights inside the block."""
+        from goose_strategy.runtime.adapters import merged_adapters
+
+        with merged_adapters(self._known(module)):
+            yield
+
+    def _known(self, module: nn.Module) -> ShardedModel:
+        model = self.model_of(module)
+        if model is None:
+            raise ConfigError("The module is not sharded by this runtime; call shard_module first.")
+        return model
 
     def broadcast_batches(self) -> None:
         """From now on, send the first rank's batch to the others of its model replica."""

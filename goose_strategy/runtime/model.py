@@ -20,11 +20,14 @@ from goose_strategy.errors import BatchError, ConfigError
 from goose_strategy.hub.read import check_readable, fingerprints, is_unread, while_cut
 from goose_strategy.optim.supported import check_supported
 from goose_strategy.runtime.batch import Batch, BatchGuard
+from goose_strategy.runtime.dropout import DropoutStream
 from goose_strategy.runtime.filling import fill, refuse_unfilled
 from goose_strategy.runtime.forward import DirectForward, PipelinedForward, uncompiled
 from goose_strategy.runtime.naming import (
     GroupNames,
+    check_storages,
     check_ties,
+    orders_of,
     owners,
     record_groups,
     refill_groups,
@@ -58,6 +61,7 @@ class ShardedModel:
         mesh: The mesh.
         config: Settings of the runtime.
         watchdog: Watches over blocks that may hang, or ``None``.
+        ordinal: Number of the module in its script.
 
     Attributes:
         module: The user's module; its class and names stay.
@@ -76,6 +80,7 @@ class ShardedModel:
         mesh: ParallelMesh,
         config: RuntimeConfig,
         watchdog: Watchdog | None,
+        ordinal: int = 0,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -87,11 +92,14 @@ class ShardedModel:
         self.global_loss = True
         self.guard = BatchGuard(mesh, self.watch)
         self._watchdog = watchdog
+        self._ordinal = ordinal
+        self._dropout: DropoutStream | None = None
         self._surgery: Surgery | None = None
         self._pipeline: PipelineCall | None = None
         self._count: TokenCount | None = None
         self._buffers: list[tuple[nn.Module, str]] = []
         self._buffers_changed = False
+        self._orders: dict[Optimizer | None, dict[str, int]] = {}
         self._undo = ExitStack()
         self.closed = False
         self.unfilled: list[str] = []
@@ -102,6 +110,13 @@ class ShardedModel:
         if self._surgery is None:
             raise ConfigError("The module is not sharded yet.")
         return self._surgery
+
+    @property
+    def dropout(self) -> DropoutStream:
+        """The random numbers of the module's calls."""
+        if self._dropout is None:
+            raise ConfigError("The module is not sharded yet.")
+        return self._dropout
 
     def shard(self, optimizers: Sequence[Optimizer] = (), *, hook_forward: bool = True) -> None:
         """Shard the module in place, patch its forward, attach the optimizers. Collective.
@@ -116,8 +131,10 @@ class ShardedModel:
             former.give_up()
         recorded = agreed(self.mesh, lambda: self._check(optimizers))
         equal_everywhere(self.mesh, fingerprints(self.module), "the checkpoint's files")
+        self._orders = orders_of(self.module, optimizers, recorded)
         equalize(self.module, self.mesh)
         share_random_state(self.mesh)
+        self._dropout = DropoutStream(self.mesh, self._ordinal, self.watch)
         with while_cut(self.module):
             self._surgery = agreed(
                 self.mesh,
@@ -144,6 +161,7 @@ class ShardedModel:
                     f"{type(module).__name__} is sharded already, as a part of another module; "
                     "set up the outermost module, once."
                 )
+        check_storages(self.module)
         for optimizer in optimizers:
             check_supported(optimizer)
         check_readable(self.module)
@@ -340,6 +358,13 @@ class ShardedModel:
     def shards_of(self, optimizer: Optimizer) -> list[WatchedShards]:
         """Return the shards that an optimizer steps."""
         return [shard for shard in self.shards if shard.optimizer is optimizer]
+
+    def order_of(self, optimizer: Optimizer) -> dict[str, int]:
+        """Return the place of each parameter in one process: in the optimizer, else the module.
+
+        An optimizer that was built after the module was cut knows its own stage's order only.
+        """
+        return self._orders.get(optimizer) or self._orders.get(None, {})
 
     def close(self) -> None:
         """Remove hooks and patches; the parameters keep their values. Collective over tp."""

@@ -37,6 +37,7 @@ from goose_strategy.optim.state import (
     owned_ranges,
 )
 from goose_strategy.runtime.origin import Origin
+from goose_strategy.runtime.recast import main_from_weights, weights_from_main
 
 if TYPE_CHECKING:
     from goose_strategy.checkpoint.manifest import EntryPath, LocalTensor
@@ -108,7 +109,9 @@ def optimizer_contents(
     per_rank = all_gather_objects(_named_groups(model, optimizer), model.mesh.control)
     stages = [per_rank[model.mesh.layout.stage_rank(0, s)] for s in range(model.mesh.pp_size)]
     has_state = any(all_gather_objects(bool(tensors), model.mesh.control))
-    return tensors, optimizer_objects(entry, merged_groups(stages), has_state=has_state)
+    return tensors, optimizer_objects(
+        entry, merged_groups(stages, model.order_of(optimizer)), has_state=has_state
+    )
 
 
 def load_model_and_optimizers(
@@ -136,7 +139,9 @@ def load_model_and_optimizers(
     destinations: list[LocalTensor] = []
     states: dict[str, OptimizerState] = {}
     for entry, model in models.items():
-        destinations += model_tensors(entry, model)
+        own = [name for name, (owner, _) in optimizers.items() if owner is model]
+        destinations += weights_from_main(model_tensors(entry, model), checkpoint, own)
+    entries = {model: entry for entry, model in models.items()}
     for entry, (model, optimizer) in optimizers.items():
         ranges = owned_ranges(_shards(model, optimizer))
         state = empty_optimizer_state(
@@ -144,6 +149,9 @@ def load_model_and_optimizers(
         )
         states[entry] = state
         destinations += optimizer_tensors(entry, state, model.surgery.specs, mesh=model.mesh)
+        if model in entries:
+            specs = model.surgery.specs
+            destinations += main_from_weights(state, checkpoint, entries[model], ranges, specs)
     identity: dict[str, str] = {}
     for model in models.values():
         identity |= identity_of(model)

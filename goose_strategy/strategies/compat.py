@@ -35,7 +35,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
-from lightning.fabric.wrappers import _FabricModule
+from lightning.fabric.wrappers import _unwrap_objects
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as TrainerScriptLauncher,
 )
@@ -57,6 +57,7 @@ __all__ = [
     "set_device_mesh",
     "set_world_ranks",
     "sync_if_available",
+    "unwrap_module",
     "unwrap_optimizer",
     "validate_keys_for_strict_loading",
     "without_mocks",
@@ -101,17 +102,17 @@ def plugin_precision(plugin: Any) -> str:
     return str(getattr(plugin, "precision", type(plugin).__name__))
 
 
+def unwrap_module(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the user's module behind Fabric's wrapper; any other module is returned as it is."""
+    inner: torch.nn.Module = _unwrap_objects(module)
+    return inner
+
+
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """Return the torch optimizer behind Fabric's or the Trainer's wrapper."""
     inner = getattr(optimizer, "_optimizer", optimizer)
     if not isinstance(inner, torch.optim.Optimizer):
         raise TypeError(f"{type(optimizer).__name__} is no torch optimizer.")
-    return inner
-
-
-def unwrap_module(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module behind Fabric's wrapper."""
-    inner: torch.nn.Module = module.module if isinstance(module, _FabricModule) else module
     return inner
 
 

@@ -284,6 +284,10 @@ class Goose3DStrategy(ParallelStrategy):
         """Write a set-up model for the hub; see `ParallelRuntime.export`. Collective."""
         self._door.export(module, path, settings)
 
+    def export_adapter(self, module: nn.Module, path: Any, *, adapter: str = "default") -> None:
+        """Write one adapter of peft's as ``PeftModel.from_pretrained`` loads it. Collective."""
+        self.runtime.export_adapter(compat.unwrap_module(module), path, adapter=adapter)
+
     @override
     def teardown(self) -> None:
         self.runtime.stop()

@@ -69,7 +69,7 @@ def save_fabric_state(
             objects |= groups
         else:
             meta[name] = _plain(value, keep.get(name))
-    meta[RNG_KEY] = gather_rng_states(runtime.mesh)
+    meta[RNG_KEY] = gather_rng_states(runtime.mesh, runtime.dropout_streams)
     contents = Contents(
         tensors=tensors, meta=meta, objects=objects, identity=identity, models=origins
     )
@@ -122,7 +122,7 @@ def load_fabric_state(
         if name in meta:
             _put(state, name, meta.pop(name))
     if states is not None:
-        scatter_rng_states(states, runtime.mesh)
+        scatter_rng_states(states, runtime.mesh, runtime.dropout_streams)
     return meta
 
 

@@ -63,7 +63,7 @@ def save_trainer_state(
         more, groups = optimizer_contents(f"optimizer_{index}", model, optimizer)
         tensors += more
         objects |= groups
-    meta[RNG_KEY] = gather_rng_states(runtime.mesh)
+    meta[RNG_KEY] = gather_rng_states(runtime.mesh, runtime.dropout_streams)
     contents = Contents(
         tensors=tensors,
         meta=meta,
@@ -101,7 +101,7 @@ def load_trainer_state(
     meta = dict(checkpoint.meta)
     states = meta.pop(RNG_KEY, None)
     if states is not None and optimizers:
-        scatter_rng_states(states, runtime.mesh)
+        scatter_rng_states(states, runtime.mesh, runtime.dropout_streams)
     return {**meta, STATE_DICT: {}}
 
 

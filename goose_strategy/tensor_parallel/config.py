@@ -17,15 +17,23 @@ class TensorConfig:
             labels are passed. The loss itself needs this rank's slice of the vocabulary only, so
             by default ``output.logits`` is ``None`` when labels are passed. Without labels the
             logits are always whole.
+        allow_replicated_attention: Where tp does not divide a model's heads, keep attention whole
+            on every rank (its weights, its work and its memory) and cut the rest of each layer.
+            Refused by default, with the sizes that work.
+        verify_plan: Try a plan that is not one of the proved families' out before it is used: two
+            layers of the model, cut and uncut, must agree in every gradient. It takes the memory
+            and time of these layers once.
         rules: Rules laid over the family's plan: a module or parameter name with ``*`` for layer
-            numbers -> ``"column"``, ``"row"``, ``"vocab"``, ``"head"``, ``"partial"`` or
-            ``"replicated"`` (see `Style`).
+            numbers -> ``"column"``, ``"row"``, ``"vocab"``, ``"head"``, ``"experts"``,
+            ``"gathered"``, ``"split"``, ``"partial"`` or ``"replicated"`` (see `Style`).
 
     Raises:
         ConfigError: If a rule names an unknown style.
     """
 
     gather_logits: bool = False
+    allow_replicated_attention: bool = False
+    verify_plan: bool = True
     rules: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

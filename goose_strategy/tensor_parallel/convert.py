@@ -7,10 +7,12 @@ objects, with less data.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar, Self
 
 from torch import nn
 
+from goose_strategy.compat.transformers import is_linear_twin
 from goose_strategy.errors import PlanError
 
 
@@ -18,10 +20,13 @@ class Converted:
     """Base of the classes that a plain module is turned into.
 
     Attributes:
-        plain: The class that `restore` gives the module back.
+        plain: The class that may be converted.
+        former: The class that `restore` gives the module back: ``plain``, or one that computes
+            the same (Falcon's).
     """
 
     plain: ClassVar[type[nn.Module]]
+    former: type[nn.Module] | None = None
 
     @classmethod
     def check(cls, name: str, module: nn.Module) -> None:
@@ -30,7 +35,7 @@ class Converted:
         Raises:
             PlanError: If it is another class (quantised, wrapped), or its forward was replaced.
         """
-        if type(module) is not cls.plain:
+        if type(module) is not cls.plain and not is_linear_twin(type(module)):
             raise PlanError(
                 f"{name}={type(module).__name__} cannot be cut: tensor parallelism needs a plain "
                 f"torch.nn.{cls.plain.__name__} there. Set the model up before it is quantised or "
@@ -48,7 +53,9 @@ class Converted:
     def adopt(cls, module: nn.Module, **attributes: object) -> Self:
         """Give ``module`` this class and these attributes."""
         converted: Any = module
+        former = type(module)
         converted.__class__ = cls
+        converted.former = former
         for name, value in attributes.items():
             setattr(converted, name, value)
         result: Self = converted
@@ -57,11 +64,14 @@ class Converted:
     def restore(self) -> None:
         """Give the module its plain class back; its parameters are left as they are."""
         module: Any = self
+        former = self.former or self.plain
         for name in cls_attributes(type(self)):
             vars(module).pop(name, None)
-        module.__class__ = self.plain
+        module.__class__ = former
 
 
 def cls_attributes(cls: type) -> list[str]:
     """Return the names of the attributes that ``cls`` adds to an instance."""
-    return [name for name in cls.__annotations__ if name != "plain"]
+    own = [base for base in cls.__mro__ if issubclass(base, Converted)]
+    names = {name for base in own for name in inspect.get_annotations(base)}
+    return sorted(names - {"plain", "weight", "bias"})

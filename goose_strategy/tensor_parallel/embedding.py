@@ -7,12 +7,14 @@ so that a vocabulary that tp does not divide has no rows that exist nowhere else
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from goose_strategy.compat.transformers import is_scaled_embedding
 from goose_strategy.errors import PlanError
 from goose_strategy.tensor_parallel.convert import Converted
 from goose_strategy.tensor_parallel.regions import leave_island
@@ -43,7 +45,8 @@ class VocabParallelEmbedding(Converted, nn.Embedding):
         Raises:
             PlanError: If it is another class, or renormalises, counts or sparsifies its rows.
         """
-        super().check(name, module)
+        if not is_scaled_embedding(type(module)):
+            super().check(name, module)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
                 raise PlanError(
@@ -66,7 +69,9 @@ class VocabParallelEmbedding(Converted, nn.Embedding):
         Returns:
             The same object.
         """
-        return cls.adopt(embedding, group=group, cut=slicer.cut(embedding.weight, 0))
+        plain: Any = type(embedding)
+        own = cls if plain is nn.Embedding else _above(plain)
+        return own.adopt(embedding, group=group, cut=slicer.cut(embedding.weight, 0))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Look up the whole embedding.
@@ -80,23 +85,45 @@ class VocabParallelEmbedding(Converted, nn.Embedding):
         cut = self.cut
         if cut is None:
             return super().forward(input)
-        local = input - cut.start
-        elsewhere = (local < 0) | (local >= cut.length)
-        found = functional.embedding(
-            local.masked_fill_(elsewhere, 0), self.weight, self._local_padding(cut)
-        )
-        # The lookup is fresh and nothing in its backward needs its values.
-        found.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
-        return leave_island(found, self.group)
-
-    def _local_padding(self, cut: Cut) -> int | None:
-        """Return the row without gradient, if this rank holds it."""
-        if self.padding_idx is None or not cut.start <= self.padding_idx < cut.stop:
-            return None
-        return self.padding_idx - cut.start
+        return look_up(input, self.weight, cut, self.group, padding=self.padding_idx)
 
     def extra_repr(self) -> str:
         """Add this rank's rows to the embedding's description."""
         cut = self.cut
         rows = f"rows of this rank={cut.start}:{cut.stop}" if cut else "not cut"
         return f"{super().extra_repr()}, {rows}"
+
+
+def look_up(
+    ids: Tensor, table: Tensor, cut: Cut, group: ProcessGroup | None, *, padding: int | None
+) -> Tensor:
+    """Look ids up in a table of which each rank holds some rows.
+
+    Args:
+        ids: ``[...]``, int64 or int32, equal on all ranks.
+        table: This rank's rows, ``[vocab / tp, width]``.
+        cut: Which rows these are.
+        group: Ranks that hold the others.
+        padding: The id whose row gets no gradient, if there is one.
+
+    Returns:
+        ``[..., width]``, equal on all ranks.
+    """
+    local = ids - cut.start
+    elsewhere = (local < 0) | (local >= cut.length)
+    is_here = padding is not None and cut.start <= padding < cut.stop
+    own_padding = padding - cut.start if padding is not None and is_here else None
+    found = functional.embedding(local.masked_fill_(elsewhere, 0), table, own_padding)
+    # The lookup is fresh and nothing in its backward needs its values.
+    found.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+    return leave_island(found, group)
+
+
+@functools.cache
+def _above(plain: Any) -> type[VocabParallelEmbedding]:
+    """Return a class whose forward is that of ``plain`` around a lookup in cut rows.
+
+    Such classes look up by ``super().forward`` and scale the result, so that here the cut lookup
+    takes the place of ``nn.Embedding``'s.
+    """
+    return type(f"VocabParallel{plain.__name__}", (plain, VocabParallelEmbedding), {})

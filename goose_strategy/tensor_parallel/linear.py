@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from goose_strategy.comm.conjugate import gather_from_group
+from goose_strategy.comm.conjugate import gather_from_group, split_to_group
 from goose_strategy.tensor_parallel.convert import Converted
 from goose_strategy.tensor_parallel.regions import enter_island, leave_island
 
@@ -50,6 +50,7 @@ class ColumnParallelLinear(Converted, nn.Linear):
         *,
         copies_input: bool = True,
         gathers_output: bool = False,
+        packed: tuple[int, ...] = (),
     ) -> ColumnParallelLinear:
         """Cut ``linear`` in place.
 
@@ -59,14 +60,15 @@ class ColumnParallelLinear(Converted, nn.Linear):
             group: The tensor-parallel group.
             copies_input: See the class.
             gathers_output: See the class.
+            packed: Widths of the matrices side by side that the layer is made of; see `Cut`.
 
         Returns:
             The same object.
         """
-        cut = slicer.cut(linear.weight, 0)
+        cut = slicer.cut(linear.weight, 0, packed=packed)
         bias: Tensor | None = linear.bias
         if bias is not None:
-            slicer.cut(bias, 0)
+            slicer.cut(bias, 0, packed=packed)
         return cls.adopt(
             linear, group=group, cut=cut, copies_input=copies_input, gathers_output=gathers_output
         )
@@ -91,6 +93,69 @@ class ColumnParallelLinear(Converted, nn.Linear):
         return f"{super().extra_repr()}, {_slice_of('out_features', self.cut)}"
 
 
+class KeyValueLinear(Converted, nn.Linear):
+    """Fewer heads than ranks: the whole layer on every rank, which computes one head of it.
+
+    The gradients of the weight and the input are this rank's share of them. Made by `convert`.
+
+    Attributes:
+        group: Ranks that hold the query heads.
+        first: First output feature of this rank's head.
+        width: Output features of one head.
+        copies_input: See `ColumnParallelLinear`.
+    """
+
+    plain: ClassVar[type[nn.Module]] = nn.Linear
+    group: ProcessGroup | None = None
+    first: int = 0
+    width: int = 0
+    copies_input: bool = True
+
+    @classmethod
+    def convert(
+        cls,
+        linear: nn.Linear,
+        group: ProcessGroup,
+        *,
+        heads: int,
+        copies_input: bool = True,
+    ) -> KeyValueLinear:
+        """Let ``linear`` compute the head that this rank's queries use, in place.
+
+        Args:
+            linear: A plain layer of ``heads`` heads, equal on all ranks.
+            group: The tensor-parallel group; its size is a multiple of ``heads``.
+            heads: Key or value heads of the whole model.
+            copies_input: See the class.
+
+        Returns:
+            The same object.
+        """
+        width = linear.out_features // heads
+        head = group.rank() // (group.size() // heads)
+        return cls.adopt(
+            linear, group=group, first=head * width, width=width, copies_input=copies_input
+        )
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Compute one head.
+
+        Args:
+            input: ``[..., in]``, equal on all ranks.
+
+        Returns:
+            ``[..., out / heads]``.
+        """
+        entered = enter_island(input, self.group) if self.copies_input else input
+        bias: Tensor | None = self.bias
+        own = None if bias is None else bias.narrow(0, self.first, self.width)
+        return functional.linear(entered, self.weight.narrow(0, self.first, self.width), own)
+
+    def extra_repr(self) -> str:
+        """Add this rank's head to the layer's description."""
+        return f"{super().extra_repr()}, out_features of this rank={self.first}:+{self.width}"
+
+
 class RowParallelLinear(Converted, nn.Linear):
     """Input features cut: ``y = sum over tp of x[..., in / tp] @ weight[out, in / tp].T, + bias``.
 
@@ -100,15 +165,22 @@ class RowParallelLinear(Converted, nn.Linear):
     Attributes:
         group: Ranks that hold the other slices.
         cut: Which input features this rank holds.
+        splits_input: Whether the input is ``[..., in]`` on every rank.
     """
 
     plain: ClassVar[type[nn.Module]] = nn.Linear
     group: ProcessGroup | None = None
     cut: Cut | None = None
+    splits_input: bool = False
 
     @classmethod
     def convert(
-        cls, linear: nn.Linear, slicer: Slicer, group: ProcessGroup | None
+        cls,
+        linear: nn.Linear,
+        slicer: Slicer,
+        group: ProcessGroup | None,
+        *,
+        splits_input: bool = False,
     ) -> RowParallelLinear:
         """Cut ``linear`` in place.
 
@@ -116,22 +188,27 @@ class RowParallelLinear(Converted, nn.Linear):
             linear: A plain layer, equal on all ranks.
             slicer: Cuts the weight.
             group: The tensor-parallel group.
+            splits_input: See the class.
 
         Returns:
             The same object.
         """
-        return cls.adopt(linear, group=group, cut=slicer.cut(linear.weight, 1))
+        cut = slicer.cut(linear.weight, 1)
+        return cls.adopt(linear, group=group, cut=cut, splits_input=splits_input)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute the whole output from every rank's input features.
 
         Args:
-            input: ``[..., in / tp]``, this rank's slice.
+            input: ``[..., in / tp]``, this rank's slice; or ``[..., in]`` if it is split here.
 
         Returns:
             ``[..., out]``, equal on all ranks.
         """
-        output = leave_island(functional.linear(input, self.weight), self.group)
+        own = input
+        if self.splits_input and self.cut is not None:
+            own = split_to_group(input, self.group, dim=-1, sizes=self.cut.sizes)
+        output = leave_island(functional.linear(own, self.weight), self.group)
         bias: Tensor | None = self.bias
         # Under autocast the bias has the layer's precision, not that of its parameter.
         return output if bias is None else output.add_(bias.to(output.dtype))
@@ -142,4 +219,5 @@ class RowParallelLinear(Converted, nn.Linear):
 
 
 def _slice_of(name: str, cut: Cut | None) -> str:
-    return f"{name} of this rank={cut.start}:{cut.stop}" if cut else "not cut"
+    runs = "+".join(f"{start}:{start + length}" for start, length in cut.runs) if cut else ""
+    return f"{name} of this rank={runs}" if cut else "not cut"

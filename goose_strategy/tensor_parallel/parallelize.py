@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -16,38 +17,40 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from goose_strategy.comm.collectives import all_gather_uneven
+from goose_strategy.compat.peft import is_lora, layers_under
 from goose_strategy.errors import PlanError
 from goose_strategy.mesh.shard import ShardSpec
-from goose_strategy.tensor_parallel.embedding import VocabParallelEmbedding
+from goose_strategy.tensor_parallel.counts import (
+    argument_places,
+    divide_counts,
+    local_heads,
+    set_count,
+)
+from goose_strategy.tensor_parallel.dropout import hook_regions
+from goose_strategy.tensor_parallel.experts import check_experts, cut_experts
 from goose_strategy.tensor_parallel.head import HeadSwitch
-from goose_strategy.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from goose_strategy.tensor_parallel.plan import Style, TensorPlan, parent_name
+from goose_strategy.tensor_parallel.layers import (
+    CUT,
+    HowCut,
+    check_layer,
+    convert_layer,
+    cut_dims,
+)
+from goose_strategy.tensor_parallel.lora import (
+    check_adapters,
+    cut_adapters,
+    enters_alone,
+    head_layers,
+)
+from goose_strategy.tensor_parallel.plan import Style, TensorPlan, generic_name, parent_name
 from goose_strategy.tensor_parallel.regions import enter_island
-from goose_strategy.tensor_parallel.slicing import Slicer, replace_data
+from goose_strategy.tensor_parallel.slicing import Cut, Slicer, replace_data
 
 if TYPE_CHECKING:
     from goose_strategy.mesh.mesh import ParallelMesh
     from goose_strategy.tensor_parallel.convert import Converted
 
 _RECORD = "_goose_tensor_parallel"
-_CLASSES: dict[Style, type[Converted]] = {
-    Style.COLUMN: ColumnParallelLinear,
-    Style.HEAD: ColumnParallelLinear,
-    Style.ROW: RowParallelLinear,
-    Style.VOCAB: VocabParallelEmbedding,
-}
-_CUT_SIZES: dict[Style, str] = {
-    Style.COLUMN: "out_features",
-    Style.HEAD: "out_features",
-    Style.ROW: "in_features",
-    Style.VOCAB: "num_embeddings",
-}
-_CUT_DIMS: dict[Style, dict[str, int]] = {
-    Style.COLUMN: {"weight": 0, "bias": 0},
-    Style.HEAD: {"weight": 0, "bias": 0},
-    Style.ROW: {"weight": 1},
-    Style.VOCAB: {"weight": 0},
-}
 
 
 @dataclass
@@ -58,6 +61,8 @@ class _Record:
     slicer: Slicer
     converted: list[Converted] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
+    shares: set[Tensor] = field(default_factory=set)
+    counts: list[Callable[[], None]] = field(default_factory=list)
     switch: HeadSwitch | None = None
 
 
@@ -95,13 +100,14 @@ def parallelize(
     if mesh.tp is None:
         return {name: ShardSpec.replicated(name, param) for name, param in model.named_parameters()}
     work = check_cut(model, plan, mesh.tp_size, owned=owned)
+    plan = plan.fitted(mesh.tp_size)
     record = _Record(mesh.tp, Slicer(parts=mesh.tp_size, index=mesh.tp_rank))
     _convert(model, plan, work, record)
+    record.handles += hook_regions(model, work, mesh)
+    _localise(model, plan, work, record)
     _hook_islands(model, plan, work, record)
     vars(model)[_RECORD] = record
-    return {
-        name: _spec(name, param, plan, record.slicer) for name, param in model.named_parameters()
-    }
+    return {name: _spec(name, param, plan, record) for name, param in model.named_parameters()}
 
 
 def undo(model: nn.Module) -> None:
@@ -120,6 +126,8 @@ def undo(model: nn.Module) -> None:
         replace_data(param, cut.join(slices).contiguous())
     for module in record.converted:
         module.restore()
+    for put_back in reversed(record.counts):
+        put_back()
 
 
 def head_switch(model: nn.Module) -> HeadSwitch | None:
@@ -139,9 +147,18 @@ def modules_to_cut(model: nn.Module, plan: TensorPlan) -> dict[str, tuple[nn.Mod
     found: dict[str, tuple[nn.Module, Style]] = {}
     for name, module in model.named_modules():
         style = plan.style_of(name)
-        if style in _CLASSES and not _is_placeholder(module):
-            _CLASSES[style].check(name, module)
-            found[name] = module, style
+        if _is_placeholder(module):
+            continue
+        is_cut = style in CUT
+        check_adapters(name, module, is_cut=is_cut)
+        if style is None or not is_cut:
+            continue
+        if style is Style.EXPERTS:
+            check_experts(name, module)
+        else:
+            for inside, layer in layers_under(module).items():
+                check_layer(f"{name}.{inside}" if inside else name, layer, style)
+        found[name] = module, style
     return found
 
 
@@ -162,29 +179,50 @@ def check_cut(
     Raises:
         PlanError: If it cannot be cut.
     """
-    plan.check(tp)
-    found = modules_to_cut(model, plan).items()
+    found = modules_to_cut(model, plan.fitted(tp)).items()
     work = {name: entry for name, entry in found if _is_owned(name, owned)}
     for name, (module, style) in work.items():
-        attribute = _CUT_SIZES[style]
-        size = getattr(module, attribute)
-        if size < tp or (size % tp and style in (Style.COLUMN, Style.ROW)):
+        if style is Style.EXPERTS:
+            check_experts(name, module, tp)
+        elif style is not Style.KEY_VALUE:
+            _check_size(name, module, style, plan, tp)
+    for name, param in _numbers_per_head(model, plan):
+        if param.shape[0] % tp:
             raise PlanError(
-                f"tp={tp} does not divide {name}.{attribute}={size} of this {plan.family} "
-                f"model; choose a divisor of {size}.",
+                f"tp={tp} does not divide the {param.shape[0]} entries of {name}; choose a "
+                f"divisor of {param.shape[0]}.",
                 axis="tp",
             )
     _check_shared(model, work)
     return work
 
 
+def _check_size(name: str, module: nn.Module, style: Style, plan: TensorPlan, tp: int) -> None:
+    """Check that a layer, and each of the matrices that it is made of, can be cut."""
+    layer = next(iter(layers_under(module).values()))
+    dim = cut_dims(layer, style)["weight"]
+    size = layer.get_parameter("weight").shape[dim]
+    is_row = style in (Style.ROW, Style.SPLIT)
+    if size < tp or (size % tp and (is_row or style in (Style.COLUMN, Style.GATHERED))):
+        side = "input" if is_row else "output"
+        raise PlanError(
+            f"tp={tp} does not divide the {size} {side} features of {name} of this {plan.family} "
+            f"model; choose a divisor of {size}.",
+            axis="tp",
+        )
+    Cut(dim, size, tp, 0, plan.packed_of(name))
+
+
 def _check_shared(model: nn.Module, work: Mapping[str, tuple[nn.Module, Style]]) -> None:
     """Check that modules which share a parameter cut it alike."""
     seen: dict[Tensor, tuple[str, int | None]] = {}
+    styles = {
+        layer: style for module, style in work.values() for layer in layers_under(module).values()
+    }
     for name, module in model.named_modules():
-        style = work[name][1] if name in work else None
+        style = styles.get(module)
         for kind, param in module.named_parameters(recurse=False):
-            dim = None if style is None else _CUT_DIMS[style].get(kind)
+            dim = None if style is None else cut_dims(module, style).get(kind)
             other, other_dim = seen.setdefault(param, (name, dim))
             if other_dim != dim:
                 raise PlanError(
@@ -216,22 +254,78 @@ def _convert(
     record: _Record,
 ) -> None:
     """Cut every module of ``work``."""
-    group, slicer = record.group, record.slicer
-    module: Any
     for name, (module, style) in work.items():
-        converted: Converted
-        if style is Style.COLUMN:
-            alone = _island_of(name, plan) is None
-            converted = ColumnParallelLinear.convert(module, slicer, group, copies_input=alone)
-        elif style is Style.ROW:
-            converted = RowParallelLinear.convert(module, slicer, group)
-        elif style is Style.VOCAB:
-            converted = VocabParallelEmbedding.convert(module, slicer, group)
-        else:
-            converted = ColumnParallelLinear.convert(module, slicer, group, gathers_output=True)
-            record.switch = HeadSwitch(converted, gather_logits=plan.gather_logits)
+        if style is Style.EXPERTS:
+            record.handles += cut_experts(module, record.slicer, record.group)
+            continue
+        alone, packed = _island_of(name, plan) is None, plan.packed_of(name)
+        if alone and (handle := enters_alone(module, style, record.group)) is not None:
+            record.handles.append(handle)
+            alone = False
+        how = HowCut(style, copies_input=alone, packed=packed, kv_heads=plan.kv_heads)
+        for layer in layers_under(module).values():
+            record.converted.append(convert_layer(layer, how, record.slicer, record.group))
+        if is_lora(module):
+            adapted = cut_adapters(module, how, record.slicer, record.group)
+            record.converted += adapted.converted
+            record.handles += adapted.handles
+            record.shares.update(adapted.shares)
+        if style is Style.HEAD:
+            record.switch = HeadSwitch(*head_layers(module), gather_logits=plan.gather_logits)
             record.handles += record.switch.attach(model)
-        record.converted.append(converted)
+    for _, param in _numbers_per_head(model, plan):
+        record.slicer.cut(param, 0)
+
+
+def _numbers_per_head(model: nn.Module, plan: TensorPlan) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that a rule names themselves as cut, such as attention sinks."""
+    return [
+        (name, param)
+        for name, param in model.named_parameters()
+        if plan.style_of(name) is Style.COLUMN and param.numel()
+    ]
+
+
+def _localise(
+    model: nn.Module,
+    plan: TensorPlan,
+    work: Mapping[str, tuple[nn.Module, Style]],
+    record: _Record,
+) -> None:
+    """Tell the attention modules how many heads this rank has, and give them their arguments."""
+    attention = plan.attention
+    if attention is None:
+        return
+    tp, index = record.slicer.parts, record.slicer.index
+    parents = {parent_name(name) for name in work}
+    for name in sorted(parents):
+        if generic_name(name) != attention.module:
+            continue
+        module = model.get_submodule(name)
+        record.counts += divide_counts(name, module, attention.numbers, tp)
+        if any(style is Style.KEY_VALUE for style in plan.rules.values()):
+            own = plan.divisible[attention.heads] // tp
+            record.counts.append(set_count(module, attention.groups, own))
+        if attention.sliced:
+            places = argument_places(module, attention.sliced)
+            hook = _slicing(places, heads=plan.divisible[attention.heads], tp=tp, index=index)
+            record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+
+def _slicing(places: Mapping[str, int], *, heads: int, tp: int, index: int) -> Any:
+    """Make the hook that leaves an attention module the arguments of this rank's heads."""
+
+    def keep_own(
+        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        local = partial(local_heads, rows=hidden.shape[0], heads=heads, tp=tp, index=index)
+        by_place = {place: name for name, place in places.items()}
+        own = tuple(local(arg) if at in by_place else arg for at, arg in enumerate(args))
+        named = {key: local(arg) if key in places else arg for key, arg in kwargs.items()}
+        return own, named
+
+    return keep_own
 
 
 def _island_of(name: str, plan: TensorPlan) -> str | None:
@@ -276,10 +370,11 @@ def _entry(
     return enter
 
 
-def _spec(name: str, param: Tensor, plan: TensorPlan, slicer: Slicer) -> ShardSpec:
+def _spec(name: str, param: Tensor, plan: TensorPlan, record: _Record) -> ShardSpec:
     """Describe one parameter of a cut model."""
-    cut = slicer.get(param)
+    cut = record.slicer.get(param)
     if cut is not None:
         return cut.spec(name, param)
-    partial = plan.whole_style(name) is Style.PARTIAL and param.numel() > 0
+    is_share = plan.whole_style(name) is Style.PARTIAL or param in record.shares
+    partial = is_share and param.numel() > 0
     return ShardSpec.replicated(name, param, tp_partial=partial)

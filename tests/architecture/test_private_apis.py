@@ -10,6 +10,7 @@ import pytest
 from tests.architecture import rules
 
 ALLOWED = {
+    "goose_strategy/compat/peft.py",
     "goose_strategy/compat/torch.py",
     "goose_strategy/compat/transformers.py",
     "goose_strategy/compat/weights.py",

@@ -5,8 +5,14 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
-from goose_strategy.compat.torch import clone_store, default_store, plain_functions
+from goose_strategy.compat.torch import (
+    clone_store,
+    default_store,
+    inside_backward,
+    plain_functions,
+)
 from tests.harness.world import run_ranks
 
 
@@ -42,3 +48,17 @@ def test_a_guarded_parameter_calls_torch_without_coming_back_to_itself():
     tensor = torch.ones(2).as_subclass(_Counted)
     assert type(torch.add(tensor, 1)) is torch.Tensor
     assert _Counted.calls.count("add") == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_dropout_stream_knows_a_call_that_computes_again(reentrant):
+    seen = []
+
+    def compute(x):
+        seen.append(inside_backward())
+        return x.exp()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(compute, x, use_reentrant=reentrant).sum().backward()
+    assert seen == [False, True]
+    assert not inside_backward()

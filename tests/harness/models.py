@@ -12,11 +12,28 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -24,17 +41,43 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.bloom import modeling_bloom
+from transformers.models.falcon import modeling_falcon
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm, MixtralTopKRouter
+from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+Family = Literal[
+    "bloom",
+    "falcon",
+    "gemma",
+    "gpt2",
+    "gpt_neox",
+    "llama",
+    "mistral",
+    "mixtral",
+    "opt",
+    "phi3",
+    "qwen2",
+    "qwen3",
+]
 Batch = dict[str, Tensor]
 
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
+    "bloom": (BloomConfig, BloomForCausalLM),
+    "falcon": (FalconConfig, FalconForCausalLM),
+    "gemma": (GemmaConfig, GemmaForCausalLM),
+    "gpt2": (GPT2Config, GPT2LMHeadModel),
+    "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "opt": (OPTConfig, OPTForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
@@ -61,27 +104,84 @@ class _WideNorm(nn.Module):
         return self.weight * normed.to(hidden_states.dtype)
 
 
-class _WideLlamaNorm(_WideNorm, LlamaRMSNorm):
-    pass
+class _WideGemmaNorm(GemmaRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self._norm(x) * (1.0 + self.weight)
 
 
-class _WideMistralNorm(_WideNorm, MistralRMSNorm):
-    pass
-
-
-class _WideQwen2Norm(_WideNorm, Qwen2RMSNorm):
-    pass
-
-
-class _WideQwen3Norm(_WideNorm, Qwen3RMSNorm):
-    pass
+class _WideRouter(MixtralTopKRouter):
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        values, chosen = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
+        return logits, values / values.sum(dim=-1, keepdim=True), chosen
 
 
 _WIDE = {
-    LlamaRMSNorm: _WideLlamaNorm,
-    MistralRMSNorm: _WideMistralNorm,
-    Qwen2RMSNorm: _WideQwen2Norm,
-    Qwen3RMSNorm: _WideQwen3Norm,
+    norm: type(f"_Wide{norm.__name__}", (_WideNorm, norm), {})
+    for norm in (
+        LlamaRMSNorm,
+        MistralRMSNorm,
+        MixtralRMSNorm,
+        Phi3RMSNorm,
+        Qwen2RMSNorm,
+        Qwen3RMSNorm,
+    )
+} | {GemmaRMSNorm: _WideGemmaNorm, MixtralTopKRouter: _WideRouter}
+
+
+class _WideFunctional:
+    """``torch.nn.functional`` with a softmax that is never narrower than its input."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(functional, name)
+
+    def softmax(self, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        wide = None if dtype is None else torch.promote_types(dtype, x.dtype)
+        return functional.softmax(x, dim=dim, dtype=wide)
+
+
+# They take the softmax of attention in fp32, whatever the model's precision.
+modeling_bloom.F = _WideFunctional()
+modeling_falcon.F = _WideFunctional()
+
+
+# What a family calls the sizes of `tiny_config`, and what it needs besides.
+_NAMES: dict[str, dict[str, str]] = {
+    "bloom": {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+    "falcon": {"num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"},
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "intermediate_size": "n_inner",
+        "max_position_embeddings": "n_positions",
+    },
+    "opt": {"intermediate_size": "ffn_dim"},
+}
+_WITHOUT: dict[str, set[str]] = {
+    "bloom": {"num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings"},
+    "falcon": {"head_dim"},
+    "gpt2": {"num_key_value_heads", "head_dim"},
+    "gpt_neox": {"num_key_value_heads", "head_dim"},
+    "opt": {"num_key_value_heads", "head_dim"},
+    "phi3": {"head_dim"},
+}
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "bloom": {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attn_implementation": "eager",
+    },
+    "falcon": {"new_decoder_architecture": True, "bias": True},
+    "gpt2": {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
+    "mixtral": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        # The grouped matrix product knows no fp64.
+        "experts_implementation": "eager",
+    },
+    "opt": {"word_embed_proj_dim": 24, "dropout": 0.0, "attention_dropout": 0.0},
+    "phi3": {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
 }
 
 
@@ -113,7 +213,9 @@ def tiny_config(
         "attn_implementation": "sdpa",
     }
     config_class, _ = FAMILIES[family]
-    return config_class(**{**settings, **overrides})
+    names, without = _NAMES.get(family, {}), _WITHOUT.get(family, set())
+    named = {names.get(key, key): v for key, v in settings.items() if key not in without}
+    return config_class(**{**named, **_SPECIAL.get(family, {}), **overrides})
 
 
 def tiny_model(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -44,7 +45,10 @@ def _other(name: str, **settings: Any) -> nn.Module:
     return model.train()
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+LLAMA_LIKE = ("gemma", "llama", "mistral", "qwen2", "qwen3")
+
+
+@pytest.mark.parametrize("family", LLAMA_LIKE)
 @pytest.mark.parametrize("tied", [False, True])
 def test_plans_of_the_proved_families(family: Any, tied: bool) -> None:
     plan = plan_for(tiny_model(family, layers=1, tied=tied))
@@ -72,14 +76,30 @@ def test_plans_of_the_proved_families(family: Any, tied: bool) -> None:
 
 def test_island_arguments_are_those_of_the_forward() -> None:
     """If transformers renames them, the copy into the island would miss its tensor."""
-    for family in FAMILIES:
-        model: Any = tiny_model(family, layers=1)  # type: ignore[arg-type]
-        layer = model.model.layers[0]
-        for module, argument in ((layer.self_attn, "hidden_states"), (layer.mlp, "x")):
-            first = type(module).forward.__wrapped__ if hasattr(
-                type(module).forward, "__wrapped__"
-            ) else type(module).forward  # fmt: skip
-            assert first.__code__.co_varnames[1] == argument
+    for name, family in FAMILIES.items():
+        model: Any = tiny_model(name, layers=1)  # type: ignore[arg-type]
+        for pattern, argument in family.islands.items():
+            module = model.base_model.get_submodule(pattern.replace("*", "0"))
+            first = list(inspect.signature(type(module).forward).parameters)[1]
+            assert first == argument, (name, pattern)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_name_of_a_family_is_in_the_model(name: Any) -> None:
+    model: Any = tiny_model(name, layers=1)
+    family, base = FAMILIES[name], model.base_model
+    for pattern in [*family.rules, *family.packed, *family.islands, family.attention.module]:
+        assert base.get_submodule(pattern.replace("*", "0")) is not None
+    for sizes in [family.divisible, *family.packed.values()]:
+        assert all(isinstance(getattr(model.config, size, None), int) for size in sizes), sizes
+    attention = base.get_submodule(family.attention.module.replace("*", "0"))
+    for number in family.attention.numbers:
+        holder = attention.config if number.startswith("config.") else attention
+        assert isinstance(getattr(holder, number.removeprefix("config.")), int)
+    if family.attention.key_value:
+        assert isinstance(getattr(attention, family.attention.groups), int)
+    for argument in family.attention.sliced:
+        assert argument in inspect.signature(type(attention).forward).parameters
 
 
 def test_the_base_model_alone_has_a_plan_too() -> None:
@@ -103,37 +123,45 @@ def test_settings_reach_the_plan() -> None:
     assert plan.style_of("model.layers.3.mlp") is Style.REPLICATED
 
 
+_LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         (
-            lambda: transformers.GPT2LMHeadModel(
-                transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9)
+            lambda: transformers.MptForCausalLM(
+                transformers.MptConfig(d_model=8, n_layers=1, n_heads=2, vocab_size=9)
             ),
-            r"no tensor-parallel plan for the family 'gpt2'.*llama, mistral, qwen2, qwen3",
+            r"no tensor-parallel plan for the family 'mpt'.*bloom, falcon, .*, qwen3",
         ),
         (
-            lambda: _other("Olmo2"),
-            r"self_attn\.q_proj='colwise_gather_output'.*'olmo2' is not supported outside of the",
-        ),
-        (
-            lambda: _other("Mixtral", num_local_experts=2),
-            r"mlp\.experts\.gate_up_proj='packed_colwise'.*'mixtral' is not supported\.",
-        ),
-        (
-            lambda: _other("Apertus"),
-            r"mlp\.act_fn\.alpha_p lies beside the column and row layers of 'apertus'",
-        ),
-        (
-            lambda: _other("Gemma", head_dim=8),
-            r"embed_tokens=GemmaTextScaledWordEmbedding cannot be cut",
+            lambda: _other("MiniCPM3", **_LATENT),
+            r"kv_a_proj_with_mqa='mla_kv_a_proj': this style of .*'minicpm3' is not supported",
         ),
     ],
-    ids=["no plan", "head style inside", "packed", "between", "own embedding"],
+    ids=["no plan", "another style"],
 )
 def test_what_is_not_supported_is_refused_by_name(model: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan_for(model())
+
+
+def test_what_lies_between_is_tried_out_or_refused() -> None:
+    model = _other("Apertus")
+    plan = plan_for(model)
+    assert plan.style_of("model.layers.0.mlp.act_fn.alpha_p") is Style.PARTIAL
+    assert not plan.proved
+    assert plan_for(tiny_model("llama", layers=1)).proved
+    message = r"mlp\.act_fn\.alpha_p lies beside the column and row layers of 'apertus'"
+    with pytest.raises(PlanError, match=message):
+        plan_for(model, TensorConfig(verify_plan=False))
 
 
 def test_column_layers_need_a_row_layer_beside_them() -> None:
@@ -155,6 +183,10 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "Cohere": {"logit_scale": 0.25},
     "Phi": {"num_key_value_heads": 4},
     "Apertus": {},
+    # Its norms of all queries and keys together need them gathered.
+    "Olmo2": {},
+    # Attention sinks: one number for each head.
+    "GraniteSWA": {},
 }
 _CONFIGS = {"Apertus": TensorConfig(rules={"model.layers.*.mlp.act_fn": "partial"})}
 
@@ -170,4 +202,5 @@ def test_derived_plans_are_exact(name: str) -> None:
 
 
 def test_supported_families_are_sorted() -> None:
-    assert supported_families() == ("llama", "mistral", "qwen2", "qwen3")
+    assert supported_families() == tuple(sorted(FAMILIES))
+    assert {"bloom", "gpt2", "llama", "mixtral"} < set(supported_families())

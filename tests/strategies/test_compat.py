@@ -159,6 +159,12 @@ def test_both_wrappers_keep_the_optimizer_under_one_name() -> None:
         compat.unwrap_optimizer(object())
 
 
+def test_a_module_is_found_behind_fabrics_wrapper() -> None:
+    module = nn.Linear(1, 1)
+    assert compat.unwrap_module(module) is module
+    assert compat.unwrap_module(_FabricModule(module, strategy=None)) is module  # type: ignore[arg-type]
+
+
 def test_the_stand_in_for_no_optimizer_is_known() -> None:
     # A LightningModule whose configure_optimizers returns None gets one; its tensor is nobody's.
     real = SGD(nn.Linear(1, 1).parameters(), lr=0.1)

@@ -87,10 +87,11 @@ def _whole(parts: Sequence[tuple[ShardSpec, Tensor]]) -> Tensor:
         return first
     result = first.new_full(spec.global_shape, torch.nan)
     for mine, tensor in parts:
-        box = tuple(slice(a, a + n) for a, n in zip(*mine.box, strict=True))
         assert tuple(tensor.shape) == mine.local_shape
-        assert result[box].isnan().all(), f"{spec.name}: two ranks hold the same elements"
-        result[box] = tensor
+        for box, piece in mine.pieces(tensor):
+            place = tuple(slice(a, a + n) for a, n in zip(*box, strict=True))
+            assert result[place].isnan().all(), f"{spec.name}: two ranks hold the same elements"
+            result[place] = piece
     assert not result.isnan().any(), f"{spec.name}: no rank holds some elements"
     return result
 

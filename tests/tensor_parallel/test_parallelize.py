@@ -312,10 +312,17 @@ def _refused(
 @pytest.mark.parametrize(
     ("how", "settings", "message"),
     [
-        ("heads", {"heads": 3, "kv_heads": 1}, "does not divide num_attention_heads=3.*work: 1\\."),
-        ("kv heads", {"heads": 4, "kv_heads": 1}, "num_key_value_heads=1 of this llama"),
-        ("uneven", {"intermediate_size": 33}, "layers.0.mlp.gate_proj.out_features=33"),
-        ("vocabulary", {"vocab": 1}, "tp=2 does not divide model.embed_tokens.num_embeddings=1"),
+        (
+            "heads",
+            {"heads": 3, "kv_heads": 1},
+            "does not divide num_attention_heads=3.*work: 1, 3;",
+        ),
+        (
+            "uneven",
+            {"intermediate_size": 33},
+            "the 33 output features of model.layers.0.mlp.gate_proj",
+        ),
+        ("vocabulary", {"vocab": 1}, "tp=2 does not divide the 1 output features of model.embed"),
         ("tied to a whole head", {"tied": True}, "embed_tokens and lm_head share a weight"),
         ("quantised", {}, "model.layers.1.mlp.down_proj=Bilinear cannot be cut"),
         ("twice", {}, "already tensor parallel; call undo"),

@@ -1,0 +1,173 @@
+"""Adapters leave a mesh as peft reads them, and merge into the weights without communication."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from goose_strategy.errors import CheckpointError, ConfigError
+from goose_strategy.mesh.shard import ShardSpec
+from goose_strategy.runtime.adapters import merged_tensors, plain_name
+from goose_strategy.runtime.core import ParallelRuntime
+from tests.harness.models import batches, rows_of, tiny_model
+from tests.harness.worker import Context
+from tests.harness.world import run_ranks
+from tests.parity.grid import Case, assemble
+from tests.parity.lora import LAYERS, LoraCase
+from tests.runtime.start import message, started
+
+Pieces = dict[str, tuple[ShardSpec, Tensor]]
+BIASED = (("attention_bias", True), ("mlp_bias", True))
+CASES = {
+    "linear layers": LoraCase(settings=BIASED, lora=(("lora_bias", True),)),
+    "embedding and saved head": LoraCase(
+        targets=("embed_tokens", "q_proj"), lora=(("modules_to_save", ("lm_head", "norm")),)
+    ),
+    "transposed and fused": LoraCase(family="gpt2", targets=("c_attn", "c_proj", "wte")),
+    "tied embedding": LoraCase(targets=("embed_tokens", *LAYERS), tied=True),
+    "one key head": LoraCase(settings=(("num_key_value_heads", 1),)),
+    "two adapters": LoraCase(adapters=("first", "second")),
+}
+MESHES = {(2, 1): 2, (1, 2): 2, (2, 2): 8}
+
+
+def train(runtime: ParallelRuntime, model: nn.Module) -> Any:
+    """Shard, and take two steps."""
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    handle = runtime.shard_module(model, optimizers=[optimizer])
+    mesh = runtime.mesh
+    for batch in batches(2, batch_size=8):
+        loss = model(**rows_of(batch, mesh.dp_rank, mesh.dp_size)).loss
+        with runtime.backward(loss):
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return handle
+
+
+def pieces(handle: Any) -> Pieces:
+    specs = handle.surgery.specs
+    return {n: (specs[n], p.detach().clone()) for n, p in handle.module.named_parameters()}
+
+
+def _export(_ctx: Context, case: LoraCase, sizes: tuple[int, int], path: Path) -> dict[str, Any]:
+    with started(*sizes) as runtime:
+        model = case.model()
+        handle = train(runtime, model)
+        before = pieces(handle)
+        for _ in range(2):  # over an earlier export, too
+            runtime.export_adapter(model, path, adapter=case.adapters[-1])
+        if case.tied:
+            act = runtime.merged_adapters(model).__enter__
+            return {"trained": before, "refused": message(act, ConfigError)}
+        with runtime.merged_adapters(model):
+            inside = pieces(handle)
+            layers = [m for m in model.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
+            flags = {layer.merged for layer in layers if any(True for _ in layer.parameters())}
+        alone = {
+            f"{name}.base_layer.{key}": value
+            for name, layer in model.named_modules()
+            if isinstance(layer, peft.tuners.lora.LoraLayer)
+            and any(True for _ in layer.parameters())
+            for key, value in merged_tensors(layer).items()
+        }
+        after = pieces(handle)
+    return {
+        "trained": before,
+        "merged": {
+            plain: (spec, value)
+            for name, (spec, value) in inside.items()
+            if (plain := plain_name(name, case.adapters[-1])) is not None
+        },
+        "alone": all(torch.equal(inside[name][1], value) for name, value in alone.items()),
+        "flags": flags,
+        "restored": all(torch.equal(before[n][1], after[n][1]) for n in before),
+        "changed": any(not torch.equal(before[n][1], inside[n][1]) for n in before),
+    }
+
+
+def plain_model(case: LoraCase) -> nn.Module:
+    """Return the base model before training."""
+    return Case.model(case)
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    (batch,) = batches(1)
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    found: Tensor = model.eval()(**inputs).logits
+    return found
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_an_adapter_of_a_mesh_is_one_of_peft(
+    case: LoraCase, sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    ranks = run_ranks(_export, MESHES[sizes], case, sizes, tmp_path / "adapter")
+    expected: Any = case.model()
+    start = {name: p.detach().clone() for name, p in expected.named_parameters()}
+    whole = assemble([rank["trained"] for rank in ranks], "parameters")
+    expected.load_state_dict(whole, strict=False)
+    # In mcore-bridge's issue 173 the exported lora_B was zero: it had never been trained.
+    moved = {n for n, p in expected.named_parameters() if not torch.equal(p, start[n])}
+    assert moved == {n for n, p in expected.named_parameters() if p.requires_grad}
+    loaded: Any = peft.PeftModel.from_pretrained(plain_model(case), str(tmp_path / "adapter"))
+    assert loaded.peft_config["default"].r == 4
+    assert torch.equal(logits(loaded), logits(expected))
+
+    if case.tied:
+        assert all("embed_tokens cannot be merged" in rank["refused"] for rank in ranks)
+        return
+    plain = plain_model(case)
+    merged = assemble([rank["merged"] for rank in ranks], "merged weights")
+    plain.load_state_dict(merged)
+    torch.testing.assert_close(logits(plain), logits(expected), rtol=1e-10, atol=1e-10)
+    for rank in ranks:
+        assert rank["alone"] and rank["restored"] and rank["changed"]
+        assert rank["flags"] == {True}
+
+
+def _refused(_ctx: Context, path: Path) -> dict[str, str]:
+    path.write_text("a file in the way")
+    found: dict[str, str] = {}
+    with started(1, 2) as runtime:
+        model = CASES["two adapters"].model()
+        found["stranger"] = message(lambda: runtime.export_adapter(model, path), ConfigError)
+        runtime.shard_module(model)
+        found["unknown"] = message(
+            lambda: runtime.export_adapter(model, path, adapter="third"), ConfigError
+        )
+        found["failed"] = message(
+            lambda: runtime.export_adapter(model, path, adapter="first"), CheckpointError
+        )
+    with started(1, 2) as runtime:
+        plain = tiny_model("llama")
+        runtime.shard_module(plain)
+        found["plain"] = message(lambda: runtime.export_adapter(plain, path), ConfigError)
+    return found
+
+
+def test_all_ranks_refuse_what_cannot_be_exported(tmp_path: Path) -> None:
+    for found in run_ranks(_refused, 2, tmp_path / "file"):
+        assert "not sharded by this runtime" in found["stranger"]
+        assert found["unknown"] == "adapter='third' is not one of the model's: first, second."
+        assert "exporting adapter='first'" in found["failed"]
+        assert "holds 0 PeftModels" in found["plain"]
+
+
+def test_plain_names_are_those_without_adapters() -> None:
+    case = CASES["embedding and saved head"]
+    names = {plain_name(name) for name, _ in case.model().named_parameters()} - {None}
+    assert names == {name for name, _ in plain_model(case).named_parameters()}
+    assert plain_name("base_model.model.lm_head.modules_to_save.other.weight") is None
+    assert plain_name("base_model.model.lm_head.modules_to_save.other.weight", "other") == (
+        "lm_head.weight"
+    )
