@@ -109,11 +109,14 @@ CASES: list[tuple[str, dict[str, Any], torch.dtype | None, int, int, int]] = [
     ("llama", {}, None, 8, 2, 2),
     ("llama", {"tie_word_embeddings": True, "attention_bias": True}, None, 4, 2, 2),
     ("qwen3", {"tie_word_embeddings": True}, torch.float64, 2, 2, 1),
-    ("gpt2", {}, None, 2, 1, 2),
+    # Queries, keys and values side by side: a rank's part of one tensor is several boxes.
+    ("gpt2", {}, None, 4, 2, 2),
     ("gpt2", {"tie_word_embeddings": False}, None, 4, 1, 4),
-    ("bloom", {}, None, 2, 1, 2),
+    ("phi3", {}, None, 4, 2, 2),
+    ("bloom", {}, None, 4, 2, 2),
     ("opt", {}, None, 2, 1, 2),
-    ("mixtral", {}, None, 2, 1, 2),
+    # Experts that the files hold one by one.
+    ("mixtral", {}, None, 4, 2, 2),
     ("mixtral", {"tie_word_embeddings": True}, torch.bfloat16, 4, 1, 2),
 ]
 

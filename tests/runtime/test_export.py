@@ -85,8 +85,9 @@ CASES: list[tuple[str, dict[str, Any], torch.dtype, int, int, int]] = [
     ("llama", {"tie_word_embeddings": True}, torch.float32, 8, 2, 2),
     ("llama", {}, torch.bfloat16, 4, 2, 2),
     ("qwen3", {"tie_word_embeddings": True}, torch.bfloat16, 2, 2, 1),
-    ("gpt2", {}, torch.float32, 2, 1, 2),
-    ("mixtral", {}, torch.float32, 4, 1, 2),
+    ("gpt2", {}, torch.float32, 4, 2, 2),
+    ("phi3", {}, torch.bfloat16, 2, 2, 1),
+    ("mixtral", {}, torch.float32, 8, 2, 2),
 ]
 
 
