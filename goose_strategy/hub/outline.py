@@ -85,8 +85,7 @@ def _check_described(blank: nn.Module, given: Mapping[str, Shape], ignored: set[
     if unknown:
         raise PlanError(
             f"the model has {len(unknown)} tensors that the config of {type(blank).__name__} does "
-            f"not describe: {listed(unknown)}. Adapters are merged by strategy.export, from the "
-            "model itself; in a checkpoint they are not."
+            f"not describe: {listed(unknown)}; merge adapters into the weights before the export."
         )
     wrong = [
         f"{name} has shape={shape.shape}, by the config {expected[name]}"

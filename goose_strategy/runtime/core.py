@@ -329,7 +329,10 @@ class ParallelRuntime:
         from goose_strategy.hub.config import ExportConfig
         from goose_strategy.runtime.export import export_model
 
-        export_model(self._known(module), path, ExportConfig(**settings))
+        model = self.model_of(module)
+        if model is None:
+            raise ConfigError("The module is not sharded by this runtime; set it up first.")
+        export_model(model, path, ExportConfig(**settings))
 
     def vote(self, *, decision: bool, everyone: bool) -> bool:
         """Return whether all (``everyone``) or any ranks of the world decided yes. Collective."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +22,12 @@ from goose_strategy.checkpoint.agree import collect
 from goose_strategy.checkpoint.load import open_alone
 from goose_strategy.checkpoint.manifest import LocalTensor
 from goose_strategy.comm.collectives import all_gather_objects, all_gather_uneven
-from goose_strategy.compat import peft
 from goose_strategy.compat.transformers import promised_ties
 from goose_strategy.compat.weights import revert_names
 from goose_strategy.errors import CheckpointError, ConfigError
 from goose_strategy.hub.outline import Shape, Unit, make_outline
 from goose_strategy.hub.plan import listed
 from goose_strategy.hub.write import FileLayout, HubWriter, copy_tokenizer
-from goose_strategy.runtime.adapters import merged_adapters, plain_name
 from goose_strategy.runtime.origin import Origin
 
 if TYPE_CHECKING:
@@ -44,8 +41,6 @@ _CONFIG_FILE = "config.json"
 def export_model(model: ShardedModel, path: Any, settings: ExportConfig) -> None:
     """Write a sharded causal LM as a Hugging Face checkpoint. Collective over the world.
 
-    Active adapters are merged into what is written; the model is as before afterwards.
-
     Args:
         model: The sharded module; the causal LM inside it is written.
         path: The folder that will appear, on a file system that all ranks share; rank 0's counts.
@@ -56,13 +51,8 @@ def export_model(model: ShardedModel, path: Any, settings: ExportConfig) -> None
         PlanError: If its config does not describe it.
         CheckpointError: On all ranks, if something is in the way at ``path``, or writing failed.
     """
-    model.check_filled()
-    with _merged(model):
-        _export_whole(model, path, settings)
-
-
-def _export_whole(model: ShardedModel, path: Any, settings: ExportConfig) -> None:
     mesh = model.mesh
+    model.check_filled()
     doing = f"exporting to path={os.fspath(path)!r}"
     prefix, lm = _only(model.surgery.models)
     target = collect(mesh, doing, lambda: folder.local_path(path))[0]
@@ -219,11 +209,10 @@ class _Online:
         specs = model.surgery.specs
         here: dict[str, Tensor] = dict(model.module.named_parameters())
         here |= {name: b for name, b in model.module.named_buffers() if name in saved}
-        plain = _plain_names(model, [name for name in here if name.startswith(begin)], begin)
         self._local = {
-            short: (here[name].detach(), specs.get(name))
-            for name, short in plain.items()
-            if name not in specs or specs[name].tie_owner
+            name.removeprefix(begin): (tensor.detach(), specs.get(name))
+            for name, tensor in here.items()
+            if name.startswith(begin) and (name not in specs or specs[name].tie_owner)
         }
         kinds = {
             name: Shape(tensor.dtype, spec.global_shape if spec else tuple(tensor.shape))
@@ -286,29 +275,6 @@ class _Online:
                 blocks = zip(box.offsets, box.lengths, strict=True)
                 whole[tuple(slice(at, at + length) for at, length in blocks)] = piece
         return whole
-
-
-@contextmanager
-def _merged(model: ShardedModel) -> Generator[None, None, None]:
-    """Merge adapters inside the block, unless the caller has."""
-    layers: list[Any] = [layer for layer in model.module.modules() if peft.is_lora(layer)]
-    if not layers or any(layer.merged_adapters for layer in layers):
-        yield
-        return
-    with merged_adapters(model):
-        yield
-
-
-def _plain_names(model: ShardedModel, names: Iterable[str], begin: str) -> dict[str, str]:
-    """Return name in the module -> name in the causal LM, which knows nothing of adapters."""
-    adapted: list[Any] = [peft_model for _, peft_model in peft.peft_models(model.module)]
-    found: dict[str, str] = {}
-    for name in names:
-        short = name.removeprefix(begin)
-        plain = plain_name(short, str(adapted[0].active_adapter)) if adapted else short
-        if plain is not None:
-            found[name] = plain
-    return found
 
 
 def _written(tensors: Iterable[str], aliases: Mapping[str, str], origin: Origin) -> dict[str, str]:

@@ -46,7 +46,7 @@ def test_a_layer_is_one_unit() -> None:
 def test_what_the_config_does_not_describe_is_refused() -> None:
     shapes = shapes_of(hub_model("llama"))
     extra = {**shapes, "model.layers.0.lora_A": Shape(torch.float32, (2, 2))}
-    with refused(PlanError, "lora_A", "Adapters are merged by strategy.export"):
+    with refused(PlanError, "lora_A", "merge adapters"):
         make_outline(blank("llama"), extra, None)
     fewer = {name: shape for name, shape in shapes.items() if name != "model.norm.weight"}
     with refused(PlanError, "1 tensors", "model.norm.weight", "not there"):
