@@ -42,12 +42,15 @@ class Contents:
         objects: Values that belong into a nested entry beside its tensors, such as an optimizer's
             ``("optimizer", "param_groups", 0, "lr")``; rank 0's are saved. Safe types only.
         identity: Facts that a model must share to load this, e.g. ``{"class": "LlamaModel"}``.
+        models: Per entry, what an export has to know of the transformers models in it. Safe types
+            only.
     """
 
     tensors: Sequence[LocalTensor]
     meta: Mapping[str, Any] = field(default_factory=dict)
     objects: Mapping[EntryPath, Any] = field(default_factory=dict)
     identity: Mapping[str, str] = field(default_factory=dict)
+    models: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
 
 
 def save_checkpoint(
@@ -78,7 +81,11 @@ def save_checkpoint(
     try:
         files, aliases = _write_shards(lists.draft, contents, mesh, doing)
         record = meta.Record(
-            layout=mesh.layout, identity=contents.identity, files=files, aliases=aliases
+            layout=mesh.layout,
+            identity=contents.identity,
+            files=files,
+            aliases=aliases,
+            models=contents.models,
         )
         collect(mesh, doing, lambda: lists.publish(record) if is_first else None)
     finally:

@@ -5,8 +5,14 @@ Everything here may move in any torch release; the test of the same name says wh
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 import torch.distributed as dist
 from torch.distributed import Store, distributed_c10d
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
 
 
 def default_store() -> Store:
@@ -32,3 +38,23 @@ def clone_store(store: Store) -> Store:
     """
     clone: Store = store.clone()  # type: ignore[attr-defined]
     return clone
+
+
+def plain_functions() -> AbstractContextManager[None]:
+    """Let tensors of subclasses be treated as plain ones inside the block.
+
+    What a ``__torch_function__`` calls would come back to it otherwise. torch documents the method
+    and not this, the only way to call the function itself without losing gradient modes.
+    """
+    block: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return block
+
+
+def inside_backward() -> bool:
+    """Return whether this thread runs a node of autograd's graph at present.
+
+    That is where ``torch.utils.checkpoint`` calls a function for the second time. torch tells its
+    own modules by the number of the running graph task, which is -1 outside.
+    """
+    running: int = torch._C._current_graph_task_id()
+    return running != -1

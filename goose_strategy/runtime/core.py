@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from goose_strategy.runtime.model import ShardedModel
 if TYPE_CHECKING:
     import os
 
+    from goose_strategy.runtime.dropout import DropoutStream
     from goose_strategy.runtime.settings import RuntimeConfig
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -55,6 +56,7 @@ class ParallelRuntime:
         self._mesh: ParallelMesh | None = None
         self._watchdog: Watchdog | None = None
         self._broadcast_batches = False
+        self._sharded = 0
 
     @property
     def started(self) -> bool:
@@ -131,7 +133,8 @@ class ParallelRuntime:
         """
         known = self.model_of(module)
         if known is None:
-            known = ShardedModel(module, self.mesh, self.config, self._watchdog)
+            self._sharded += 1
+            known = ShardedModel(module, self.mesh, self.config, self._watchdog, self._sharded)
             known.shard(optimizers, hook_forward=hook_forward)
             known.guard.mode = "broadcast" if self._broadcast_batches else "check"
             # One that was sharded anew by another runtime has been closed here.
@@ -144,6 +147,11 @@ class ParallelRuntime:
         """Return the handle of ``module`` if it is sharded by this runtime."""
         alive = (model for model in self.models if not model.closed)
         return next((model for model in alive if model.module is module), None)
+
+    @property
+    def dropout_streams(self) -> list[DropoutStream]:
+        """The random numbers of every sharded module's calls, in the order of the set-ups."""
+        return [model.dropout for model in self.models if not model.closed]
 
     def attach_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Attach optimizers that were made after ``module`` was sharded."""
@@ -303,6 +311,28 @@ class ParallelRuntime:
                 f"{type(optimizer).__name__} is not attached; set it up with its module first."
             )
         return model
+
+    def export(self, module: nn.Module, path: str | os.PathLike[str], **settings: Any) -> None:
+        """Write the causal LM of a sharded module as a Hugging Face checkpoint. Collective.
+
+        Args:
+            module: The sharded module.
+            path: The folder that will appear, on a file system that all ranks share.
+            **settings: Of :class:`~goose_strategy.hub.config.ExportConfig`: ``dtype``,
+                ``max_shard_size``, ``overwrite``, ``tokenizer``.
+
+        Raises:
+            ConfigError: If the module is not sharded here, or a setting is wrong.
+            CheckpointError: On all ranks, if something is in the way, or writing failed on one.
+        """
+        # torch's checkpoint package costs half a second; most starts need none.
+        from goose_strategy.hub.config import ExportConfig
+        from goose_strategy.runtime.export import export_model
+
+        model = self.model_of(module)
+        if model is None:
+            raise ConfigError("The module is not sharded by this runtime; set it up first.")
+        export_model(model, path, ExportConfig(**settings))
 
     def vote(self, *, decision: bool, everyone: bool) -> bool:
         """Return whether all (``everyone``) or any ranks of the world decided yes. Collective."""

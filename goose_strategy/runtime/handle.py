@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from goose_strategy.mesh.mesh import ParallelMesh
     from goose_strategy.runtime.batch import Batch, BatchGuard
     from goose_strategy.runtime.counting import TokenCount
+    from goose_strategy.runtime.dropout import DropoutStream
     from goose_strategy.runtime.settings import RuntimeConfig
     from goose_strategy.runtime.surgery import Surgery
 
@@ -31,6 +32,7 @@ class Handle(Protocol):
         sync: Whether the next backward reduces gradients over dp.
         global_loss: Whether a causal LM's loss is summed over the replicas.
         guard: Compares batches over the ranks of one replica.
+        module: The user's module.
     """
 
     mesh: ParallelMesh
@@ -39,10 +41,15 @@ class Handle(Protocol):
     sync: bool
     global_loss: bool
     guard: BatchGuard
+    module: nn.Module
 
     @property
     def surgery(self) -> Surgery:
         """What was done to the module."""
+
+    @property
+    def dropout(self) -> DropoutStream:
+        """The random numbers of the module's calls."""
 
     def prepare_gradients(self) -> None:
         """Make sure that gradients of the coming backward land in buckets."""

@@ -8,6 +8,7 @@ would name them, so any layout reads what any layout wrote.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +28,14 @@ from goose_strategy.checkpoint.state import (
 )
 from goose_strategy.comm.collectives import all_gather_objects
 from goose_strategy.errors import CheckpointError
+from goose_strategy.hub.plan import listed
 from goose_strategy.optim.state import (
     Range,
     load_named_optimizer_state,
     named_optimizer_state,
     owned_ranges,
 )
+from goose_strategy.runtime.origin import Origin
 from goose_strategy.runtime.recast import main_from_weights, weights_from_main
 
 if TYPE_CHECKING:
@@ -68,6 +71,16 @@ def model_tensors(entry: str, model: ShardedModel, keep: Filter | None = None) -
 def identity_of(model: ShardedModel) -> dict[str, str]:
     """Return the facts that a model must share to load this model's checkpoint."""
     return {"class": ", ".join(type(lm).__name__ for _, lm in model.surgery.models)}
+
+
+def origins_of(model: ShardedModel) -> list[dict[str, Any]]:
+    """Return what an export of a saved model has to know of it, as plain values.
+
+    Raises:
+        ConfigError: If the model's weights were never loaded.
+    """
+    model.check_filled()
+    return [asdict(Origin.of(prefix, lm)) for prefix, lm in model.surgery.models]
 
 
 def optimizer_contents(
@@ -136,7 +149,7 @@ def load_model_and_optimizers(
         doing = f"loading {entry!r} of path={checkpoint.name!r}"
         check = partial(_checked_groups, checkpoint, entry, optimizer)
         groups[entry] = collect(mesh, doing, check)[mesh.rank]
-    load_tensors(
+    mismatch = load_tensors(
         checkpoint,
         destinations,
         mesh=mesh,
@@ -144,7 +157,8 @@ def load_model_and_optimizers(
         identity=identity,
         strict=strict,
     )
-    for model in models.values():
+    for entry, model in models.items():
+        _note_filled(model, entry, mismatch.missing)
         _take_over_weights(model)
     for entry, (model, optimizer) in optimizers.items():
         zero = _shards(model, optimizer)
@@ -186,7 +200,23 @@ def load_whole_state_dict(
                 for dim, (start, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
                     part = part.narrow(dim, start, length)
                 piece.copy_(part)
+    _note_filled(model, "model", [f"model.{name}" for name in missing])
     _take_over_weights(model)
+
+
+def _note_filled(model: ShardedModel, entry: str, missing: Sequence[str]) -> None:
+    """Note that weights which were on the meta device have values now.
+
+    Raises:
+        CheckpointError: If the checkpoint, loaded with ``strict=False``, does not hold all of them.
+    """
+    lost = sorted({f"{entry}.{name}" for name in model.unfilled} & {*missing})
+    if lost:
+        raise CheckpointError(
+            f"the model has no values for {listed(lost)}, and the checkpoint holds none; with "
+            "weights from the meta device it must hold them all."
+        )
+    model.unfilled = []
 
 
 def _take_over_weights(model: ShardedModel) -> None:

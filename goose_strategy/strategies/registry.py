@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from goose_strategy.errors import ConfigError
+
 NAME = "goose3d"
 _DESCRIPTION = "Tensor x pipeline x data parallelism with ZeRO-1 for transformers causal LMs"
 
@@ -34,6 +36,19 @@ def register() -> None:
 
     if NAME not in StrategyRegistry:
         StrategyRegistry.register(NAME, trainer_factory, description=_DESCRIPTION)
+
+
+def refuse_twin(package: str) -> Any:
+    """Refuse the bare name at a door of ``lightning_fabric`` or ``pytorch_lightning``.
+
+    Raises:
+        ConfigError: Always.
+    """
+    door = "lightning.fabric" if package == "lightning_fabric" else "lightning.pytorch"
+    raise ConfigError(
+        f"strategy={NAME!r} was given to {package}; goose3d works with {door}: import Fabric, "
+        "Trainer and LightningModule from the package lightning."
+    )
 
 
 def _build(module: str, arguments: dict[str, Any]) -> Any:

@@ -23,6 +23,7 @@ from goose_strategy.runtime.state import (
     load_model_and_optimizers,
     model_tensors,
     optimizer_contents,
+    origins_of,
 )
 
 if TYPE_CHECKING:
@@ -62,8 +63,14 @@ def save_trainer_state(
         more, groups = optimizer_contents(f"optimizer_{index}", model, optimizer)
         tensors += more
         objects |= groups
-    meta[RNG_KEY] = gather_rng_states(runtime.mesh)
-    contents = Contents(tensors=tensors, meta=meta, objects=objects, identity=identity_of(model))
+    meta[RNG_KEY] = gather_rng_states(runtime.mesh, runtime.dropout_streams)
+    contents = Contents(
+        tensors=tensors,
+        meta=meta,
+        objects=objects,
+        identity=identity_of(model),
+        models={WEIGHTS: origins_of(model)},
+    )
     save_checkpoint(os.fspath(path), contents, mesh=runtime.mesh)
 
 
@@ -94,7 +101,7 @@ def load_trainer_state(
     meta = dict(checkpoint.meta)
     states = meta.pop(RNG_KEY, None)
     if states is not None and optimizers:
-        scatter_rng_states(states, runtime.mesh)
+        scatter_rng_states(states, runtime.mesh, runtime.dropout_streams)
     return {**meta, STATE_DICT: {}}
 
 

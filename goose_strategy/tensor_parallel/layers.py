@@ -31,15 +31,19 @@ if TYPE_CHECKING:
 # By style: the class for linear layers and embeddings, and the dimension of each parameter it cuts.
 _CLASSES: dict[Style, type[Converted]] = {
     Style.COLUMN: ColumnParallelLinear,
+    Style.GATHERED: ColumnParallelLinear,
     Style.HEAD: ColumnParallelLinear,
     Style.KEY_VALUE: KeyValueLinear,
     Style.ROW: RowParallelLinear,
+    Style.SPLIT: RowParallelLinear,
     Style.VOCAB: VocabParallelEmbedding,
 }
 _CUT_DIMS: dict[Style, dict[str, int]] = {
     Style.COLUMN: {"weight": 0, "bias": 0},
+    Style.GATHERED: {"weight": 0, "bias": 0},
     Style.HEAD: {"weight": 0, "bias": 0},
     Style.ROW: {"weight": 1},
+    Style.SPLIT: {"weight": 1},
     Style.VOCAB: {"weight": 0},
     Style.EXPERTS: {GATE_UP: 1, DOWN: 2},
 }
@@ -100,8 +104,9 @@ def convert_layer(layer: Any, how: HowCut, slicer: Slicer, group: ProcessGroup) 
         return convert_column(layer, slicer, group, copies_input=copies, packed=packed)
     if style is Style.ROW and is_conv1d(layer):
         return convert_row(layer, slicer, group)
-    if style is Style.ROW:
-        return RowParallelLinear.convert(layer, slicer, group)
+    if style in (Style.ROW, Style.SPLIT):
+        is_split = style is Style.SPLIT
+        return RowParallelLinear.convert(layer, slicer, group, splits_input=is_split)
     if style is Style.KEY_VALUE:
         return KeyValueLinear.convert(layer, group, heads=how.kv_heads, copies_input=copies)
     if style is Style.VOCAB:
@@ -111,6 +116,6 @@ def convert_layer(layer: Any, how: HowCut, slicer: Slicer, group: ProcessGroup) 
         slicer,
         group,
         copies_input=copies,
-        gathers_output=style is Style.HEAD,
+        gathers_output=style in (Style.HEAD, Style.GATHERED),
         packed=packed,
     )

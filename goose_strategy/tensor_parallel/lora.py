@@ -35,7 +35,7 @@ from goose_strategy.tensor_parallel.regions import enter_island
 if TYPE_CHECKING:
     from goose_strategy.tensor_parallel.slicing import Cut, Slicer
 
-_COLUMNS = (Style.COLUMN, Style.HEAD, Style.KEY_VALUE)
+_COLUMNS = (Style.COLUMN, Style.GATHERED, Style.HEAD, Style.KEY_VALUE)
 _ADVICE = (
     "Low-rank adapters (LoraConfig without variants) on linear layers and embeddings can be cut; "
     "use them, or tp=1."
@@ -158,7 +158,7 @@ def cut_adapters(module: nn.Module, how: HowCut, slicer: Slicer, group: ProcessG
         _cut_embedding(module, slicer, group, done)
         return done
     for a, b in peft.linear_adapters(module).values():
-        if how.style is Style.ROW:
+        if how.style in (Style.ROW, Style.SPLIT):
             done.converted.append(convert_layer(a, inner, slicer, group))
             continue
         done.shares.append(a.weight)

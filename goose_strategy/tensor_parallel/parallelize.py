@@ -26,6 +26,7 @@ from goose_strategy.tensor_parallel.counts import (
     local_heads,
     set_count,
 )
+from goose_strategy.tensor_parallel.dropout import hook_regions
 from goose_strategy.tensor_parallel.experts import check_experts, cut_experts
 from goose_strategy.tensor_parallel.head import HeadSwitch
 from goose_strategy.tensor_parallel.layers import (
@@ -102,6 +103,7 @@ def parallelize(
     plan = plan.fitted(mesh.tp_size)
     record = _Record(mesh.tp, Slicer(parts=mesh.tp_size, index=mesh.tp_rank))
     _convert(model, plan, work, record)
+    record.handles += hook_regions(model, work, mesh)
     _localise(model, plan, work, record)
     _hook_islands(model, plan, work, record)
     vars(model)[_RECORD] = record
@@ -184,6 +186,13 @@ def check_cut(
             check_experts(name, module, tp)
         elif style is not Style.KEY_VALUE:
             _check_size(name, module, style, plan, tp)
+    for name, param in _numbers_per_head(model, plan):
+        if param.shape[0] % tp:
+            raise PlanError(
+                f"tp={tp} does not divide the {param.shape[0]} entries of {name}; choose a "
+                f"divisor of {param.shape[0]}.",
+                axis="tp",
+            )
     _check_shared(model, work)
     return work
 
@@ -193,8 +202,9 @@ def _check_size(name: str, module: nn.Module, style: Style, plan: TensorPlan, tp
     layer = next(iter(layers_under(module).values()))
     dim = cut_dims(layer, style)["weight"]
     size = layer.get_parameter("weight").shape[dim]
-    if size < tp or (size % tp and style in (Style.COLUMN, Style.ROW)):
-        side = "input" if style is Style.ROW else "output"
+    is_row = style in (Style.ROW, Style.SPLIT)
+    if size < tp or (size % tp and (is_row or style in (Style.COLUMN, Style.GATHERED))):
+        side = "input" if is_row else "output"
         raise PlanError(
             f"tp={tp} does not divide the {size} {side} features of {name} of this {plan.family} "
             f"model; choose a divisor of {size}.",
@@ -263,6 +273,17 @@ def _convert(
         if style is Style.HEAD:
             record.switch = HeadSwitch(*head_layers(module), gather_logits=plan.gather_logits)
             record.handles += record.switch.attach(model)
+    for _, param in _numbers_per_head(model, plan):
+        record.slicer.cut(param, 0)
+
+
+def _numbers_per_head(model: nn.Module, plan: TensorPlan) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that a rule names themselves as cut, such as attention sinks."""
+    return [
+        (name, param)
+        for name, param in model.named_parameters()
+        if plan.style_of(name) is Style.COLUMN and param.numel()
+    ]
 
 
 def _localise(

@@ -13,6 +13,7 @@ ALLOWED = {
     "goose_strategy/compat/peft.py",
     "goose_strategy/compat/torch.py",
     "goose_strategy/compat/transformers.py",
+    "goose_strategy/compat/weights.py",
     "goose_strategy/strategies/compat.py",
 }
 PATHS = {rules.name_of(path): path for path in rules.python_files(*rules.SOURCES)}

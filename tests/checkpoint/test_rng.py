@@ -51,5 +51,36 @@ def resume(context: Any) -> list[bool]:
     return verdicts
 
 
+class Counter:
+    """A stream that counts."""
+
+    def __init__(self, start: int) -> None:
+        self.at = torch.tensor(start)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def resume_streams(context: Any) -> list[int]:
+    mesh = make_mesh(2, 1, 1)
+    stream = io.BytesIO()
+    own = [Counter(10 + mesh.rank), Counter(20 + mesh.rank)]
+    torch.save(gather_rng_states(mesh, own), stream)
+    stream.seek(0)
+    states = torch.load(stream, weights_only=True)
+    more = [Counter(0), Counter(0), Counter(3)]
+    scatter_rng_states(states, mesh, more)
+    scatter_rng_states(states, mesh)
+    mesh.close()
+    return [int(counter.at) for counter in more]
+
+
+def test_streams_beside_the_generators_are_saved_with_them() -> None:
+    assert run_ranks(resume_streams, 2) == [[10, 20, 3], [11, 21, 3]]
+
+
 def test_each_rank_continues_its_own_numbers_in_the_same_layout_only() -> None:
     assert run_ranks(resume, 2) == [[True] * 4] * 2
