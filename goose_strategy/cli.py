@@ -15,7 +15,7 @@ from argparse import ArgumentError, ArgumentParser
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -125,8 +125,16 @@ def _bench(arguments: list[str]) -> int:
     return step.main(arguments[1:])
 
 
+class _OneLineParser(ArgumentParser):
+    """Raises what is wrong, where argparse prints the usage and exits."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help.")
+
+
 def _export(arguments: list[str]) -> int:
-    parser = ArgumentParser(prog="goose3d export", exit_on_error=False)
+    parser = _OneLineParser(prog="goose3d export")
     parser.add_argument("checkpoint", help="folder that fabric.save or ModelCheckpoint wrote")
     parser.add_argument("out", help="folder to write; must not exist")
     parser.add_argument("--dtype", help="bf16, fp16, fp32 or fp64; as saved if not given")
@@ -134,9 +142,7 @@ def _export(arguments: list[str]) -> int:
     parser.add_argument("--tokenizer", help="folder whose tokenizer files are copied")
     parser.add_argument("--model", help="which model, if the checkpoint holds several")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
-    asked, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        raise ConfigError(f"{unknown[0]!r} is no option of export; see goose3d export --help.")
+    asked = parser.parse_args(arguments)
     from goose_strategy.hub.config import ExportConfig
     from goose_strategy.runtime.export import export_checkpoint
 

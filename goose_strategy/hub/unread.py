@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from goose_strategy.compat.torch import plain_functions
@@ -33,6 +34,10 @@ def _torch_function(_cls: type, func: Any, _types: Any, args: Any = (), kwargs: 
             return func(*args, **kwargs)
         others = [tensor for tensor in _tensors([*args, *kwargs.values()]) if not tensor.is_meta]
         called = getattr(func, "__name__", "")
+        reads = getattr(func, "__self__", None) if called == "__get__" else None
+        if reads is Tensor.device:
+            # Where the values are: adapters put theirs beside them, and would lose them elsewhere.
+            return torch.device("cpu")
         if called in _VALUES or others or _writes(called):
             _refuse(held[0], called)
         try:
@@ -41,8 +46,7 @@ def _torch_function(_cls: type, func: Any, _types: Any, args: Any = (), kwargs: 
             _refuse(held[0], called, err)
         if called == "empty_like" and isinstance(result, Tensor) and not result.is_meta:
             _refuse(held[0], "to_empty")
-        is_data = called == "__get__" and getattr(func, "__self__", None) is Tensor.data
-        if is_data or called == "detach":
+        if reads is Tensor.data or called == "detach":
             return _named(result.as_subclass(UnreadTensor), getattr(held[0], _NAME, ""))
     return result
 

@@ -187,6 +187,9 @@ class Adapted(nn.Module):
         self.base_layer = base_layer
         self.lora_A = nn.Linear(base_layer.in_features, 2, bias=False)
         self.lora_B = nn.Linear(2, base_layer.out_features, bias=False)
+        # As PEFT does; on the meta device they would lose what they were initialised with.
+        self.lora_A.to(base_layer.weight.device)
+        self.lora_B.to(base_layer.weight.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base_layer(x) + self.lora_B(self.lora_A(x))

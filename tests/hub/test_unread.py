@@ -78,6 +78,14 @@ def test_what_needs_no_value_works() -> None:
     assert layer(torch.ones(2, 3, device="meta", dtype=torch.float64)).shape == (2, 3)
 
 
+def test_adapters_that_follow_a_weight_keep_their_values() -> None:
+    layer = unread()
+    adapter = nn.Linear(3, 2).to(layer.weight.device)
+    assert not adapter.weight.is_meta
+    assert layer.weight.is_meta
+    assert torch.zeros(2, device=layer.weight.data.device).tolist() == [0.0, 0.0]
+
+
 def test_a_copy_is_unread_too() -> None:
     layer = unread()
     layer.twin = layer.weight

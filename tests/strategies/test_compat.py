@@ -212,3 +212,9 @@ def test_torchs_tensors_have_the_types_that_reduce() -> None:
     # _sync_ddp_if_available returns its argument where no group exists.
     value = torch.ones(())
     assert compat.sync_if_available(value, None, reduce_op="mean") is value
+
+
+def test_an_export_finds_the_module_in_fabrics_wrapper() -> None:
+    module = nn.Linear(2, 2)
+    assert compat.unwrap_module(module) is module
+    assert compat.unwrap_module(_FabricModule(module, strategy=None)) is module
