@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
+from transformers.models.auto import AutoModelForCausalLM
 
 from goose_strategy.checkpoint.save import Contents, save_checkpoint
 from goose_strategy.errors import CheckpointError, ConfigError
 from goose_strategy.hub.config import ExportConfig
+from goose_strategy.hub.pretrained import from_pretrained
 from goose_strategy.mesh.shard import ShardSpec
 from goose_strategy.runtime.adapters import PlainView, merged_tensors, plain_name
 from goose_strategy.runtime.core import ParallelRuntime
@@ -23,8 +25,9 @@ from goose_strategy.runtime.state import model_tensors, origins_of
 from tests.harness.models import batches, rows_of, tiny_model
 from tests.harness.worker import Context
 from tests.harness.world import run_ranks
+from tests.hub.checkpoints import save
 from tests.parity.grid import Case, assemble
-from tests.parity.lora import LAYERS, LoraCase
+from tests.parity.lora import LAYERS, LoraCase, with_adapters
 from tests.runtime.start import message, started
 
 Pieces = dict[str, tuple[ShardSpec, Tensor]]
@@ -158,6 +161,41 @@ def test_an_adapter_of_a_mesh_is_one_of_peft(
     for rank in ranks:
         assert rank["alone"] and rank["restored"] and rank["changed"]
         assert rank["flags"] == {True}
+
+
+def adapted(base: nn.Module) -> nn.Module:
+    """Return fp32 base weights with adapters that are equal everywhere."""
+    case = LoraCase(targets=("q_proj", "down_proj"), dtype=torch.float32)
+    return with_adapters(base, case)
+
+
+def _unread(_ctx: Context, folder: Path) -> None:
+    with started(2, 2) as runtime:
+        model = adapted(from_pretrained(folder / "base"))
+        train(runtime, model)
+        runtime.export_adapter(model, folder / "adapter")
+
+
+def test_adapters_on_weights_that_are_read_at_the_set_up(tmp_path: Path) -> None:
+    """From a folder of the hub to an adapter of it, without the whole model on any rank."""
+    save(tmp_path / "base", "llama")
+    run_ranks(_unread, 4, tmp_path)
+    config = peft.PeftConfig.from_pretrained(str(tmp_path / "adapter"))
+    assert config.base_model_name_or_path == str(tmp_path / "base")
+    start: Any = adapted(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    optimizer = AdamW([p for p in start.parameters() if p.requires_grad], lr=1e-2)
+    for batch in batches(2, batch_size=8):
+        start(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    trained = {name: p for name, p in start.named_parameters() if p.requires_grad}
+    for name, param in loaded.named_parameters():
+        if name in trained:
+            # AdamW's first steps turn rounding of the smallest gradients into signs.
+            torch.testing.assert_close(param, trained[name], rtol=0, atol=2e-3)
+    torch.testing.assert_close(logits(loaded), logits(start), rtol=1e-3, atol=1e-3)
 
 
 def _refused(_ctx: Context, path: Path) -> dict[str, str]:
