@@ -34,9 +34,14 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     """Return ``path`` as a path of the local (or shared) file system.
 
     Raises:
-        CheckpointError: If it has no name of its own.
+        CheckpointError: If it is a URL, or has no name of its own.
     """
     text = os.fspath(path)
+    if "://" in text:
+        raise CheckpointError(
+            f"path={text!r} is a URL; a folder is needed here, on a file system that all ranks "
+            "share. Write it there and upload it."
+        )
     resolved = Path(os.path.abspath(text))
     if not resolved.name:
         raise CheckpointError(f"path={text!r} has no name of its own; choose a folder in it.")

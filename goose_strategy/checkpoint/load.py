@@ -16,7 +16,7 @@ from goose_strategy.checkpoint.agree import collect
 from goose_strategy.checkpoint.files import check_file
 from goose_strategy.checkpoint.manifest import LocalTensor, key_of
 from goose_strategy.checkpoint.opened import Checkpoint, ShardedCheckpoint, load_single_file
-from goose_strategy.checkpoint.place import CONTENT, fetched, resolved
+from goose_strategy.checkpoint.place import CONTENT, fetched, fetched_alone, resolved
 from goose_strategy.checkpoint.remote import is_remote
 from goose_strategy.checkpoint.storage import METADATA_FILE
 from goose_strategy.errors import CheckpointError
@@ -87,16 +87,19 @@ def open_alone(path: str | os.PathLike[str], *, verify: bool = True) -> ShardedC
     """Open a sharded checkpoint in one process, without the user's values.
 
     Args:
-        path: The folder.
+        path: The folder, or its URL.
         verify: Compare the checksum of every file; sizes always are.
 
     Raises:
         CheckpointError: If there is no finished checkpoint, or a file of it is damaged.
     """
-    target = folder.local_path(path)
-    entries, record = meta.load_meta(target)
-    check_file(target, METADATA_FILE, record.files[METADATA_FILE], checksum=True)
-    checkpoint = ShardedCheckpoint(target, entries, record)
+    target = resolved(path)
+    copy = fetched_alone(target) if is_remote(target) else None
+    place = folder.local_path(target) if copy is None else copy.path / CONTENT
+    entries, record = meta.load_meta(place)
+    check_file(place, METADATA_FILE, record.files[METADATA_FILE], checksum=True)
+    checkpoint = ShardedCheckpoint(place, entries, record)
+    checkpoint.name, checkpoint.copy = target, copy
     checkpoint.verify(part=0, parts=1, checksum=verify)
     return checkpoint
 

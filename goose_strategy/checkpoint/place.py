@@ -169,6 +169,13 @@ def draft_of(target: str, *, is_first: bool) -> Draft:
     return LocalDraft(folder.local_path(target), is_first=is_first)
 
 
+def fetched_alone(target: str) -> LocalCopy:
+    """Download a checkpoint in one process; see `fetched`."""
+    copy = LocalCopy()
+    _download(RemoteFolder(target), copy.path / CONTENT, part=0, parts=1)
+    return copy
+
+
 def fetched(target: str, *, mesh: ParallelMesh, doing: str) -> LocalCopy:
     """Download a checkpoint, once on every machine. Collective over the world.
 
@@ -195,22 +202,26 @@ def fetched(target: str, *, mesh: ParallelMesh, doing: str) -> LocalCopy:
     if not shared.is_dir():
         shared, mine = copy.path, [mesh.rank]
 
+    part = mine.index(mesh.rank)
+    place, parts = shared / CONTENT, len(mine)
+
     def download() -> None:
-        remote = RemoteFolder(target)
-        names = remote.names()
-        place = shared / CONTENT
-        if names:
-            place.mkdir(exist_ok=True)
-            remote.download(place, names[mine.index(mesh.rank) :: len(mine)])
-        elif remote.is_file():
-            if mine[0] == mesh.rank:
-                remote.download_single(place)
-        else:
-            raise CheckpointError(f"path={target!r} does not exist.")
+        _download(RemoteFolder(target), place, part=part, parts=parts)
 
     collect(mesh, doing, download)
     copy.path = shared
     return copy
+
+
+def _download(remote: RemoteFolder, place: Path, *, part: int, parts: int) -> None:
+    names = remote.names()
+    if names:
+        place.mkdir(exist_ok=True)
+        remote.download(place, names[part::parts])
+    elif not remote.is_file():
+        raise CheckpointError(f"path={remote.url!r} does not exist.")
+    elif part == 0:
+        remote.download_single(place)
 
 
 CONTENT = "checkpoint"

@@ -99,11 +99,13 @@ def materialize(
     unfilled: list[str] = []
     plans = list(carried(module))
     origins = {id(p): (plan, n) for _, _, plan in plans for n, p in plan.parameters.items()}
+    # Surgery keeps the objects; where a cut makes a new one in its place, it has the name.
+    by_name = {_join(at, n): (plan, n) for at, _, plan in plans for n in plan.parameters}
     for name, param in module.named_parameters():
         if not param.is_meta:
             continue
         spec = specs.get(name) or ShardSpec.replicated(name, param)
-        plan, source = origins.get(id(param), (None, name))
+        plan, source = origins.get(id(param)) or by_name.get(name) or (None, name)
         _allocate(param, device)
         if plan is None:
             unfilled.append(name)
@@ -112,11 +114,15 @@ def materialize(
             wanted.setdefault(id(plan), {})[source] = _Wanted(pieces, spec.global_shape)
     for prefix, model, plan in plans:
         more, lost = _persistent_buffers(model, plan, device)
-        unfilled += [f"{prefix}.{name}" if prefix else name for name in lost]
+        unfilled += [_join(prefix, name) for name in lost]
         _read(plan, wanted.get(id(plan), {}) | more)
         detach(model)
     unfilled += _other_buffers(module, device)
     return unfilled
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
 def _allocate(param: nn.Parameter, device: torch.device) -> None:

@@ -78,8 +78,7 @@ _STYLES: Mapping[str, Style] = {
 }
 
 
-_COLUMNS = (Style.COLUMN, Style.GATHERED)
-_ROWS = (Style.ROW, Style.SPLIT)
+_LAYERS = (Style.COLUMN, Style.ROW, Style.GATHERED, Style.SPLIT)
 
 
 def supported_families() -> tuple[str, ...]:
@@ -112,7 +111,7 @@ def plan_for(model: nn.Module, config: TensorConfig | None = None) -> TensorPlan
     islands = (
         {prefix + parent: argument for parent, argument in family.islands.items()} if family else {}
     )
-    if not any(style in (*_COLUMNS, *_ROWS) for style in rules.values()):
+    if not any(style in _LAYERS for style in rules.values()):
         raise PlanError(
             f"there is no tensor-parallel plan for the family {name!r}. {_advice()}", axis="tp"
         )
@@ -229,13 +228,16 @@ def _with_embeddings(model: nn.Module, rules: Mapping[str, Style]) -> dict[str, 
 
 
 def _check_pairs(family: str, rules: Mapping[str, Style]) -> None:
-    """Check that what column layers cut, a row layer of the same parent sums."""
+    """Check that what column layers cut, a row layer of the same parent sums.
+
+    Gathered and split layers are whole outwards and need no partner.
+    """
     parents: dict[str, set[Style]] = {}
     for pattern, style in rules.items():
-        if style in (*_COLUMNS, *_ROWS):
+        if style in (Style.COLUMN, Style.ROW):
             parents.setdefault(parent_name(pattern), set()).add(style)
     for parent, styles in parents.items():
-        if styles <= {*_COLUMNS} or styles <= {*_ROWS}:
+        if len(styles) == 1:
             raise PlanError(
                 f"{parent} of the family {family!r} has {styles.pop().value} layers only; column "
                 f"and row layers must come in pairs within one module. {_advice()}",

@@ -79,7 +79,7 @@ def merged_adapters(model: ShardedModel) -> Generator[None, None, None]:
     Raises:
         ConfigError: If a weight below an adapter is tied to another module's: on all ranks.
     """
-    _check_untied(model)
+    check_mergeable(model)
     kept: list[tuple[Any, dict[str, Tensor]]] = []
     try:
         for layer in _adapted_layers(model.module):
@@ -118,11 +118,37 @@ def merged_tensors(layer: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+class PlainView:
+    """A causal LM as it would be without adapters, the active ones merged; for an export.
+
+    Args:
+        lm: The model inside a ``PeftModel``, or any model.
+    """
+
+    def __init__(self, lm: nn.Module) -> None:
+        self._layers = {name: layer for name, layer in lm.named_modules() if peft.is_lora(layer)}
+        copies = [copy for copy in lm.modules() if peft.is_saved_copy(copy)]
+        active = (peft.active_adapters(layer) for layer in (*self._layers.values(), *copies))
+        self._active = list(dict.fromkeys(itertools.chain(*active)))
+
+    def name(self, name: str) -> str | None:
+        """Return the plain name of a tensor; ``None`` if the plain model has no such tensor."""
+        # Several adapters may be active, of which one has a copy of its own.
+        found = (plain_name(name, adapter) for adapter in self._active or [""])
+        return next((plain for plain in found if plain is not None), None)
+
+    def merged(self, name: str) -> Tensor | None:
+        """Return this rank's part of a tensor that adapters change; ``None`` for any other."""
+        module, _, key = name.rpartition(".")
+        layer = self._layers.get(module)
+        return None if layer is None else merged_tensors(layer)[key]
+
+
 def plain_name(name: str, adapter: str = "default") -> str | None:
     """Return the name that a parameter of a ``PeftModel`` has in the model without adapters.
 
     Args:
-        name: Its name in the ``PeftModel``.
+        name: Its name in the ``PeftModel``, or in the causal LM inside it.
         adapter: The adapter whose copies of saved modules count.
 
     Returns:
@@ -154,11 +180,19 @@ def _adapted_layers(module: nn.Module) -> list[Any]:
     return [layer for layer in layers if any(p.numel() for p in layer.parameters())]
 
 
-def _check_untied(model: ShardedModel) -> None:
+def check_mergeable(model: ShardedModel) -> None:
+    """Check that merging changes no module but those with adapters.
+
+    Raises:
+        ConfigError: If a weight below an adapter is tied to another module's; on all ranks.
+    """
     # Names are those of the whole model, so all ranks see the same.
-    tied = {*model.surgery.aliases, *itertools.chain(*model.surgery.aliases.values())}
-    for name, layer in model.module.named_modules():
-        if peft.is_lora(layer) and f"{name}.base_layer.weight" in tied:
+    for first, others in model.surgery.aliases.items():
+        names = [first, *others]
+        adapted = [name for name in names if f".{_BASE}" in name]
+        replaced = [name for name in names if f".{_ORIGINAL}" in name]
+        if adapted or 0 < len(replaced) < len(names):
+            name = (adapted or replaced)[0].split(f".{_BASE}")[0].split(f".{_ORIGINAL}")[0]
             raise ConfigError(
                 f"the adapters of {name} cannot be merged: its weight is tied to another module's, "
                 "which would change, too. Export the adapter instead, or train untied weights "

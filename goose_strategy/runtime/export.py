@@ -28,6 +28,7 @@ from goose_strategy.errors import CheckpointError, ConfigError
 from goose_strategy.hub.outline import Shape, Unit, make_outline
 from goose_strategy.hub.plan import listed
 from goose_strategy.hub.write import FileLayout, HubWriter, copy_tokenizer
+from goose_strategy.runtime.adapters import PlainView, check_mergeable
 from goose_strategy.runtime.origin import Origin
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ _CONFIG_FILE = "config.json"
 def export_model(model: ShardedModel, path: Any, settings: ExportConfig) -> None:
     """Write a sharded causal LM as a Hugging Face checkpoint. Collective over the world.
 
+    Active low-rank adapters are merged into the weights that are written; the model stays as it is.
+
     Args:
         model: The sharded module; the causal LM inside it is written.
         path: The folder that will appear, on a file system that all ranks share; rank 0's counts.
@@ -53,6 +56,7 @@ def export_model(model: ShardedModel, path: Any, settings: ExportConfig) -> None
     """
     mesh = model.mesh
     model.check_filled()
+    check_mergeable(model)
     doing = f"exporting to path={os.fspath(path)!r}"
     prefix, lm = _only(model.surgery.models)
     target = collect(mesh, doing, lambda: folder.local_path(path))[0]
@@ -94,6 +98,11 @@ def export_checkpoint(
     """
     checkpoint = open_alone(path)
     name, plain = _chosen(checkpoint.record.models, entry, str(path))
+    if any(key.startswith(f"{name}.") and ".lora_" in key for key in checkpoint.tensors):
+        raise ConfigError(
+            f"path={os.fspath(path)!r} holds adapters, which need their layers to be merged; load "
+            "it into the PeftModel and call strategy.export(model, path), or export_adapter."
+        )
     origin = Origin(**plain)
     start = (name, origin.prefix) if origin.prefix else (name,)
     begin = ".".join(start) + "."
@@ -205,14 +214,17 @@ class _Online:
     def __init__(self, model: ShardedModel, prefix: str) -> None:
         self._mesh = model.mesh
         begin = f"{prefix}." if prefix else ""
+        (_, lm) = _only(model.surgery.models)
+        self._view = PlainView(lm)
         saved = model.module.state_dict(keep_vars=True)
         specs = model.surgery.specs
         here: dict[str, Tensor] = dict(model.module.named_parameters())
         here |= {name: b for name, b in model.module.named_buffers() if name in saved}
         self._local = {
-            name.removeprefix(begin): (tensor.detach(), specs.get(name))
+            plain: (tensor.detach(), specs.get(name))
             for name, tensor in here.items()
             if name.startswith(begin) and (name not in specs or specs[name].tie_owner)
+            if (plain := self._view.name(name.removeprefix(begin))) is not None
         }
         kinds = {
             name: Shape(tensor.dtype, spec.global_shape if spec else tuple(tensor.shape))
@@ -229,14 +241,15 @@ class _Online:
                 known.setdefault(name, kind)
                 self._owner.setdefault(name, stage)
         aliases = {
-            second.removeprefix(begin): first.removeprefix(begin)
+            plain: canonical
             for first, seconds in model.surgery.aliases.items()
             for second in seconds
+            if (plain := self._view.name(second.removeprefix(begin))) is not None
+            if (canonical := self._view.name(first.removeprefix(begin))) is not None
         }
         for second, first in aliases.items():
             if first in known:
                 known[second], self._owner[second] = known[first], self._owner[first]
-        (_, lm) = _only(model.surgery.models)
         self._sources = _written(known, aliases, Origin.of(prefix, lm))
         self.tensors = {name: known[name] for name in self._sources}
 
@@ -263,6 +276,8 @@ class _Online:
     def _gather(self, name: str) -> Tensor:
         """Return a whole tensor on every tp rank."""
         local, spec = self._local[name]
+        merged = self._view.merged(name)
+        local = local if merged is None else merged
         if spec is None or not spec.is_sharded or self._mesh.tp is None:
             return local
         specs = [theirs[name] for theirs in self._peers]

@@ -7,6 +7,7 @@ would name them, so any layout reads what any layout wrote.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -80,7 +81,17 @@ def origins_of(model: ShardedModel) -> list[dict[str, Any]]:
         ConfigError: If the model's weights were never loaded.
     """
     model.check_filled()
-    return [asdict(Origin.of(prefix, lm)) for prefix, lm in model.surgery.models]
+    try:
+        return [asdict(Origin.of(prefix, lm)) for prefix, lm in model.surgery.models]
+    except TypeError as err:
+        # Training has gone on for hours; what cannot be exported later is saved all the same.
+        warnings.warn(
+            f"the checkpoint cannot be exported to the hub later: the model's config cannot be "
+            f"written as JSON ({err}).",
+            UserWarning,
+            stacklevel=2,
+        )
+        return []
 
 
 def optimizer_contents(

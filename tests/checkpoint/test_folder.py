@@ -88,6 +88,7 @@ def test_a_failed_rename_puts_the_previous_checkpoint_back(
     assert content(path) == "old"
 
 
-def test_a_path_without_a_name_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="path='/'"):
-        folder.local_path("/")
+@pytest.mark.parametrize("path", ["s3://bucket/a", "/"])
+def test_paths_that_cannot_be_renamed_are_refused(path: str) -> None:
+    with pytest.raises(CheckpointError, match=f"path={path!r}"):
+        folder.local_path(path)

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from goose_strategy.checkpoint.folder import META_FILE
-from goose_strategy.checkpoint.load import load_tensors, open_checkpoint
+from goose_strategy.checkpoint.load import load_tensors, open_alone, open_checkpoint
 from goose_strategy.checkpoint.place import LocalDraft, RemoteDraft, draft_of, resolved
 from goose_strategy.checkpoint.remote import RemoteFolder
 from goose_strategy.checkpoint.save import save_checkpoint
+from goose_strategy.errors import CheckpointError
 from tests.checkpoint.test_load import load_all
 from tests.checkpoint.toy import SHAPES, Toy, attempt, make_mesh, same, save_toy, whole
 from tests.harness.world import run_ranks
@@ -194,6 +195,16 @@ def test_a_single_file_behind_a_url_is_read_too(tmp_path: Path) -> None:
     torch.save({"model": {name: whole(name) for name in SHAPES}}, tmp_path / "one.pt")
     for equal in run_ranks(_single, 2, url_in(tmp_path, "one.pt")):
         assert sum(equal) == len(equal) - 1  # the buffer is not in it
+
+
+def test_one_process_alone_opens_a_url(tmp_path: Path) -> None:
+    saved((1, 2, 2), url_in(tmp_path))
+    checkpoint = open_alone(url_in(tmp_path))
+    assert checkpoint.meta == {"step": 3}
+    assert checkpoint.name == url_in(tmp_path)
+    assert (checkpoint.path / META_FILE).is_file()
+    with pytest.raises(CheckpointError, match="does not exist"):
+        open_alone(url_in(tmp_path, "absent"))
 
 
 def test_paths_are_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

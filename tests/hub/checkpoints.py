@@ -19,6 +19,7 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     OPTConfig,
+    Phi3Config,
     PreTrainedConfig,
     Qwen3Config,
 )
@@ -59,6 +60,7 @@ CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
     "llama": lambda **more: LlamaConfig(**{**_LLAMA_SIZES, **more}),
     "qwen3": lambda **more: Qwen3Config(**{**_LLAMA_SIZES, **more}),
     "mixtral": lambda **more: MixtralConfig(**{**_LLAMA_SIZES, "num_local_experts": 4, **more}),
+    "phi3": lambda **more: Phi3Config(**{**_LLAMA_SIZES, **more}),
     "gpt2": lambda **more: GPT2Config(**{**_SMALL, **_GPT2_SIZES, **more}),
     "bloom": lambda **more: BloomConfig(**{**_SMALL, "n_layer": 4, "n_head": 4, **more}),
     "opt": lambda **more: OPTConfig(

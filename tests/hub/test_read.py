@@ -16,7 +16,7 @@ from transformers.models.auto import AutoModelForCausalLM
 from goose_strategy.errors import CheckpointError, ConfigError, PlanError
 from goose_strategy.hub import source
 from goose_strategy.hub.pretrained import from_pretrained
-from goose_strategy.hub.read import is_unread
+from goose_strategy.hub.read import is_unread, materialize, while_cut
 from goose_strategy.hub.source import SINGLE_FILE, HubReader
 from goose_strategy.mesh.shard import Box
 from goose_strategy.runtime.core import ParallelRuntime
@@ -109,11 +109,14 @@ CASES: list[tuple[str, dict[str, Any], torch.dtype | None, int, int, int]] = [
     ("llama", {}, None, 8, 2, 2),
     ("llama", {"tie_word_embeddings": True, "attention_bias": True}, None, 4, 2, 2),
     ("qwen3", {"tie_word_embeddings": True}, torch.float64, 2, 2, 1),
-    ("gpt2", {}, None, 2, 1, 2),
+    # Queries, keys and values side by side: a rank's part of one tensor is several boxes.
+    ("gpt2", {}, None, 4, 2, 2),
     ("gpt2", {"tie_word_embeddings": False}, None, 4, 1, 4),
-    ("bloom", {}, None, 2, 1, 2),
+    ("phi3", {}, None, 4, 2, 2),
+    ("bloom", {}, None, 4, 2, 2),
     ("opt", {}, None, 2, 1, 2),
-    ("mixtral", {}, None, 2, 1, 2),
+    # Experts that the files hold one by one.
+    ("mixtral", {}, None, 4, 2, 2),
     ("mixtral", {"tie_word_embeddings": True}, torch.bfloat16, 4, 1, 2),
 ]
 
@@ -231,6 +234,16 @@ def _pair(ctx: Context, folder: str) -> Any:
 def test_a_model_beside_the_one_that_is_cut_is_read_whole(tmp_path: Path) -> None:
     save(tmp_path, "llama")
     assert run_ranks(_pair, 2, str(tmp_path)) == [(True, 49), (True, 48)]
+
+
+def test_a_parameter_that_a_cut_has_replaced_is_found_by_name(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    model = from_pretrained(tmp_path)
+    with while_cut(model):
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach())
+    assert materialize(nn.ModuleDict({"lm": model}), {}, torch.device("cpu")) == []
+    whole = parameters_of(AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert all(torch.equal(param, whole[name]) for name, param in model.named_parameters())
 
 
 # -- refusals -----------------------------------------------------------------------------------

@@ -45,6 +45,18 @@ def test_a_twin_costs_no_memory_and_leaves_the_model_alone(tmp_path: Path) -> No
     assert all(b.is_meta for b in model.buffers())
 
 
+def test_a_linear_layer_computes_what_its_constants_say(tmp_path: Path) -> None:
+    twin = runnable_twin(from_pretrained(save(tmp_path, "llama", attention_bias=True)), CPU)
+    layer = twin.model.layers[1].self_attn.q_proj
+    assert "forward" in vars(layer)
+    x = torch.randn(2, 3, 32)
+    expected = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    torch.testing.assert_close(layer(x), expected)
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.bias.grad is not None
+
+
 def test_tensors_that_have_values_keep_them(tmp_path: Path) -> None:
     model = from_pretrained(save(tmp_path, "llama"))
     model.lm_head.weight = torch.nn.Parameter(torch.randn(97, 32))

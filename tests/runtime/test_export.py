@@ -25,6 +25,7 @@ from tests.harness.models import batches
 from tests.harness.worker import Context
 from tests.harness.world import run_ranks
 from tests.hub.checkpoints import hub_model, keys_of, parameters_of, refused, save
+from tests.parity.lora import LoraCase, with_adapters
 from tests.runtime.start import message, started
 
 IDS = torch.arange(3, 40).reshape(1, -1)
@@ -85,8 +86,9 @@ CASES: list[tuple[str, dict[str, Any], torch.dtype, int, int, int]] = [
     ("llama", {"tie_word_embeddings": True}, torch.float32, 8, 2, 2),
     ("llama", {}, torch.bfloat16, 4, 2, 2),
     ("qwen3", {"tie_word_embeddings": True}, torch.bfloat16, 2, 2, 1),
-    ("gpt2", {}, torch.float32, 2, 1, 2),
-    ("mixtral", {}, torch.float32, 4, 1, 2),
+    ("gpt2", {}, torch.float32, 4, 2, 2),
+    ("phi3", {}, torch.bfloat16, 2, 2, 1),
+    ("mixtral", {}, torch.float32, 8, 2, 2),
 ]
 
 
@@ -180,6 +182,41 @@ def test_a_tie_that_the_config_does_not_make_is_written_twice(tmp_path: Path) ->
         model = reloaded(tmp_path / name)
         assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
         assert keys_of(tmp_path / name) == keys_of(tmp_path / "in")
+
+
+def _adapted(ctx: Context, folder: str, tp: int, pp: int) -> bool:
+    """Train adapters, export twice; inside a block that has merged them already, too."""
+    case = LoraCase(family="llama", dtype=torch.float32)
+    model = with_adapters(from_pretrained(f"{folder}/in"), case)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    with started(tp, pp) as runtime:
+        runtime.shard_module(model, optimizers=[optimizer])
+        loss = model(**batches(1, batch_size=8)[0]).loss
+        with runtime.backward(loss):
+            loss.backward()
+        optimizer.step()
+        before = [param.detach().clone() for param in model.parameters()]
+        runtime.export(model, f"{folder}/online")
+        with runtime.merged_adapters(model):
+            runtime.export(model, f"{folder}/inside")
+        return all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_adapters_are_merged_into_an_export(tmp_path: Path) -> None:
+    save(tmp_path / "in", "llama")
+    assert run_ranks(_adapted, 4, str(tmp_path), 2, 2) == [True] * 4
+    online, inside = reloaded(tmp_path / "online"), reloaded(tmp_path / "inside")
+    case = LoraCase(family="llama", dtype=torch.float32)
+    alone = with_adapters(reloaded(tmp_path / "in"), case)
+    optimizer = torch.optim.SGD([p for p in alone.parameters() if p.requires_grad], lr=0.5)
+    alone(**batches(1, batch_size=8)[0]).loss.backward()
+    optimizer.step()
+    merged = parameters_of(alone.merge_and_unload())
+    source = parameters_of(reloaded(tmp_path / "in"))
+    for name, param in parameters_of(online).items():
+        torch.testing.assert_close(param, merged[name], rtol=0, atol=2e-5)
+        torch.testing.assert_close(param, parameters_of(inside)[name], rtol=0, atol=1e-6)
+        assert torch.equal(param, source[name]) == ("_proj" not in name)
 
 
 # -- refusals and failures ----------------------------------------------------------------------
