@@ -190,3 +190,77 @@ def test_fresh_masks_are_found(schedule: str) -> None:
     (right, _), *_ = run_ranks(_calls, 2, case)
     (wrong, _), *_ = run_ranks(_forgetful, 2, case)
     assert any(not torch.equal(right[0][name], wrong[0][name]) for name in right[0])
+
+
+# -- what is whole in depth ------------------------------------------------------------------------
+
+
+def with_a_cache(session: Session, case: Case) -> None:
+    """Batches that do not say whether a cache is wanted, of a model that keeps one by default."""
+    session.model.config.use_cache = True  # type: ignore[union-attr]
+    batch: Batch = case.batches()[0]
+    session.backward(session.loss(batch))
+    session.step()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_no_cache_is_written_twice(family: Any) -> None:
+    assert_parity(Case(family=family, dp=2, steps=1, pipeline=LAYER), scenario=with_a_cache)
+
+
+def listed(session: Session, case: Case) -> None:
+    """Microbatches, each a call of the model, under one backward."""
+    batch = case.batches()[0]
+    parts = [{name: value[half] for name, value in batch.items()} for half in HALVES]
+    whole: Any = parts if isinstance(session, MeshSession) else batch
+    session.backward(session.loss(whole))
+    session.step()
+
+
+HALVES = (slice(0, 4), slice(4, 8))
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["layer", "named"])
+def test_listed_microbatches(named: bool) -> None:
+    recompute = NAMED["llama"] if named else "layer"
+    case = Case(tp=2, steps=1, pipeline=(("recompute", recompute),))
+    assert_parity(case, scenario=listed)
+    drops = (("attention_dropout", 0.3), DROPS[-1])
+    assert all(assert_same(replace(case, settings=drops, pipeline=()), recompute=recompute))
+
+
+def _gradients(ctx: Context, recompute: Any) -> tuple[dict[str, Tensor], int]:
+    """Train any module at ``tp = pp = 1``, and count how often its layers run."""
+    from torch import nn
+
+    from goose_strategy.pipeline_parallel.config import PipelineConfig
+    from goose_strategy.runtime.core import ParallelRuntime
+    from goose_strategy.runtime.settings import RuntimeConfig
+
+    torch.manual_seed(SEED)
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Dropout())])
+    )
+    calls: list[int] = []
+    layer: Any = model[1][0]
+    layer[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    model.forward = lambda x: layer(model[0](x)).pow(2).sum()  # type: ignore[method-assign]
+    runtime = ParallelRuntime(RuntimeConfig(pipeline=PipelineConfig(recompute=recompute)))
+    runtime.start(torch.device("cpu"))
+    try:
+        sharded = runtime.shard_module(model)
+        loss = model(torch.ones(3, 4))
+        with runtime.backward(loss, model):
+            loss.backward()
+        assert sharded.reducer is not None
+        return sharded.reducer.full_gradients(), len(calls)
+    finally:
+        runtime.stop()
+
+
+@pytest.mark.parametrize("recompute", ["layer", ["1.*"]])
+def test_any_module(recompute: Any) -> None:
+    (plain, once), *_ = run_ranks(_gradients, 2, "none")
+    (again, twice), *_ = run_ranks(_gradients, 2, recompute)
+    assert (once, twice) == (1, 2)
+    assert all(torch.equal(again[name], gradient) for name, gradient in plain.items())
