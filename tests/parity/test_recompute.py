@@ -13,16 +13,21 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from goose_strategy.mesh.generators import Generators
 from goose_strategy.mesh.mesh import ParallelMesh
 from goose_strategy.pipeline_parallel import engine, replay
+from goose_strategy.pipeline_parallel.config import PipelineConfig
 from goose_strategy.pipeline_parallel.schedule import Action
+from goose_strategy.runtime.core import ParallelRuntime
+from goose_strategy.runtime.settings import RuntimeConfig
+from tests.harness.models import Batch
 from tests.harness.worker import Context
 from tests.harness.world import RankFailure, run_ranks
-from tests.parity.grid import Case, Plant, about, assert_parity
-from tests.parity.test_dropout import DROPS
+from tests.parity.grid import DEADLINE, Case, Plant, about, assert_parity
+from tests.parity.session import MeshSession, Session
+from tests.parity.test_dropout import DROPS, SEED
 from tests.parity.test_replay import REPLAYED, _calls
 
 FULL = (("recompute", "full"),)
@@ -229,36 +234,41 @@ def test_listed_microbatches(named: bool) -> None:
     assert all(assert_same(replace(case, settings=drops, pipeline=()), recompute=recompute))
 
 
+class Tower(nn.Module):
+    """Layers in a list, and a loss; no transformers model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Dropout())])
+        self.calls: list[int] = []
+        self.layers[0][0].register_forward_pre_hook(lambda *_: self.calls.append(1))  # type: ignore[index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).sum()
+
+
 def _gradients(ctx: Context, recompute: Any) -> tuple[dict[str, Tensor], int]:
-    """Train any module at ``tp = pp = 1``, and count how often its layers run."""
-    from torch import nn
-
-    from goose_strategy.pipeline_parallel.config import PipelineConfig
-    from goose_strategy.runtime.core import ParallelRuntime
-    from goose_strategy.runtime.settings import RuntimeConfig
-
+    """Train a module at ``tp = pp = 1``, and count how often its layer runs."""
     torch.manual_seed(SEED)
-    model = nn.Sequential(
-        nn.Linear(4, 4), nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Dropout())])
-    )
-    calls: list[int] = []
-    layer: Any = model[1][0]
-    layer[0].register_forward_pre_hook(lambda *_: calls.append(1))
-    model.forward = lambda x: layer(model[0](x)).pow(2).sum()  # type: ignore[method-assign]
+    model = Tower()
     runtime = ParallelRuntime(RuntimeConfig(pipeline=PipelineConfig(recompute=recompute)))
-    runtime.start(torch.device("cpu"))
+    runtime.start(torch.device("cpu"), timeout=DEADLINE)
     try:
         sharded = runtime.shard_module(model)
         loss = model(torch.ones(3, 4))
         with runtime.backward(loss, model):
             loss.backward()
         assert sharded.reducer is not None
-        return sharded.reducer.full_gradients(), len(calls)
+        return sharded.reducer.full_gradients(), len(model.calls)
     finally:
         runtime.stop()
 
 
-@pytest.mark.parametrize("recompute", ["layer", ["1.*"]])
+@pytest.mark.parametrize("recompute", ["layer", ["layers.*"]])
 def test_any_module(recompute: Any) -> None:
     (plain, once), *_ = run_ranks(_gradients, 2, "none")
     (again, twice), *_ = run_ranks(_gradients, 2, recompute)

@@ -188,6 +188,26 @@ def test_buffers_change_once_and_are_found_as_they_were(schedule: str) -> None:
             assert own.calls == theirs.calls == 4
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_rotary_table_that_grows_is_found_as_it_was(schedule: str) -> None:
+    """It keeps its length in an attribute, and its frequencies in a buffer that it replaces."""
+    settings = {"rope_parameters": DYNAMIC, "max_position_embeddings": 8}
+    parts = counted([batch_of(2, seq_len=n) for n in (6, 12, 5, 16)])
+    pipeline = make_pipeline(
+        model_of("llama", **settings), 2, config=full(schedule), example=parts[0] | {"labels": None}
+    )
+    model = model_of("llama", **settings)
+    seen = {id(model.model.rotary_emb.inv_freq)}
+    model.model.rotary_emb.register_forward_hook(
+        lambda module, *_: seen.add(id(module.inv_freq)), always_call=True
+    )
+    check(pipeline, model, parts)
+    assert len(seen) > 1, "the table did not grow"
+
+
 def test_a_forward_that_writes_into_its_inputs_is_refused() -> None:
     model = model_of("llama")
     pipeline = make_pipeline(model, 2, config=full())
