@@ -1,4 +1,5 @@
 # make train   install, then train the quickstart on 8 CPU ranks
+# make real    install, then fine-tune a pretrained model in two layouts beside one process
 # make test    install, then lint, types, structure and all tests
 #
 # make lightning-compat SRC=path/of/a/checkout/of/pytorch-lightning
@@ -11,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: venv train test lint types structure lightning-compat clean
+.PHONY: venv train real test lint types structure lightning-compat clean
 
 venv: $(INSTALLED)
 
@@ -23,6 +24,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 train: venv
 	$(BIN)/goose3d fit --config recipes/quickstart.yaml
+
+real: venv
+	GOOSE3D_REAL_STEPS=20 $(BIN)/python -m pytest -m real
 
 test: lint types structure
 	$(BIN)/python -m pytest

@@ -11,6 +11,7 @@ from goose_strategy.strategies.registry import register
 
 if TYPE_CHECKING:
     from goose_strategy.errors import GooseError
+    from goose_strategy.hub.pretrained import from_pretrained
     from goose_strategy.optim.config import ZeroConfig
     from goose_strategy.pipeline_parallel.config import PipelineConfig
     from goose_strategy.runtime.core import ParallelRuntime
@@ -30,6 +31,7 @@ __all__ = [
     "RuntimeConfig",
     "TensorConfig",
     "ZeroConfig",
+    "from_pretrained",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -44,6 +46,7 @@ __getattr__, __dir__ = lazy_exports(
         "RuntimeConfig": "goose_strategy.runtime.settings:RuntimeConfig",
         "TensorConfig": "goose_strategy.tensor_parallel.config:TensorConfig",
         "ZeroConfig": "goose_strategy.optim.config:ZeroConfig",
+        "from_pretrained": "goose_strategy.hub.pretrained:from_pretrained",
     },
 )
 

@@ -11,11 +11,11 @@ import os
 import re
 import sys
 import warnings
-from argparse import ArgumentError
+from argparse import ArgumentError, ArgumentParser
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -46,6 +46,9 @@ Train with a LightningModule and a LightningDataModule (see `goose3d fit --help`
   validate   --config recipe.yaml --ckpt_path PATH
   test       --config recipe.yaml --ckpt_path PATH
   predict    --config recipe.yaml --ckpt_path PATH
+
+Publish:
+  export CKPT OUT [--dtype bf16] [--tokenizer DIR]   write a checkpoint's model for the hub
 
 Measure:
   bench step [--config recipe.yaml] [--json]   step time beside one process and Fabric ddp
@@ -96,8 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command == "bench":
             return _bench(arguments[1:])
+        if command == "export":
+            return _export(arguments[1:])
         if command not in SUBCOMMANDS:
-            known = ", ".join((*SUBCOMMANDS, "bench"))
+            known = ", ".join((*SUBCOMMANDS, "export", "bench"))
             raise ConfigError(f"command={command!r} is not known; choose one of {known}.")
         make_importable(arguments)
         # Lightning's loops call this on every rank; a user cannot act on it.
@@ -118,6 +123,38 @@ def _bench(arguments: list[str]) -> int:
         raise ConfigError(f"bench={asked!r} is not known; choose one of 'step'.")
     make_importable(arguments)
     return step.main(arguments[1:])
+
+
+class _OneLineParser(ArgumentParser):
+    """Raises what is wrong, where argparse prints the usage and exits."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help.")
+
+
+def _export(arguments: list[str]) -> int:
+    parser = _OneLineParser(prog="goose3d export")
+    parser.add_argument("checkpoint", help="folder that fabric.save or ModelCheckpoint wrote")
+    parser.add_argument("out", help="folder to write; must not exist")
+    parser.add_argument("--dtype", help="bf16, fp16, fp32 or fp64; as saved if not given")
+    parser.add_argument("--max-shard-size", default="5GB", help="largest file (default: 5GB)")
+    parser.add_argument("--tokenizer", help="folder whose tokenizer files are copied")
+    parser.add_argument("--model", help="which model, if the checkpoint holds several")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
+    asked = parser.parse_args(arguments)
+    from goose_strategy.hub.config import ExportConfig
+    from goose_strategy.runtime.export import export_checkpoint
+
+    settings = ExportConfig(
+        dtype=asked.dtype,
+        max_shard_size=asked.max_shard_size,
+        overwrite=asked.overwrite,
+        tokenizer=asked.tokenizer,
+    )
+    export_checkpoint(asked.checkpoint, asked.out, settings, entry=asked.model)
+    sys.stdout.write(f"goose3d: {asked.out} written\n")
+    return 0
 
 
 def _say(error: Exception) -> None:

@@ -197,7 +197,7 @@ class TestMain:
     def test_help(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(arguments) == 0
         out = capsys.readouterr().out
-        for command in (*cli.SUBCOMMANDS, "bench step"):
+        for command in (*cli.SUBCOMMANDS, "export", "bench step"):
             assert command in out
 
     def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,6 +216,24 @@ class TestMain:
         monkeypatch.setattr(step, "main", lambda arguments: seen.append(arguments) or 0)
         assert cli.main(["bench", "step", "--json"]) == 0
         assert seen == [["--json"]]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ([], "arguments are required: checkpoint, out"),
+            (["a", "b", "--shape", "2"], "unrecognized arguments: --shape"),
+            (["absent", "out", "--dtype", "int8"], "dtype='int8' is not known"),
+            (["absent", "out", "--tokenizer", "nowhere"], "tokenizer='nowhere' is no folder"),
+            (["absent", "out"], "absent' does not exist"),
+        ],
+    )
+    def test_a_wrong_export_is_one_line(
+        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main(["export", *arguments]) == 2
+        err = capsys.readouterr().err
+        assert message in err
+        assert err.count("\n") == 1
 
 
 def test_folders_of_configs_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

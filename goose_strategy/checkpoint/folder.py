@@ -39,8 +39,8 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
     if "://" in text:
         raise CheckpointError(
-            f"path={text!r} is a URL; sharded checkpoints are written to a file system that all "
-            "ranks share. Save there and upload the folder."
+            f"path={text!r} is a URL; a folder is needed here, on a file system that all ranks "
+            "share. Write it there and upload it."
         )
     resolved = Path(os.path.abspath(text))
     if not resolved.name:

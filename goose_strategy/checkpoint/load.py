@@ -16,6 +16,8 @@ from goose_strategy.checkpoint.agree import collect
 from goose_strategy.checkpoint.files import check_file
 from goose_strategy.checkpoint.manifest import LocalTensor, key_of
 from goose_strategy.checkpoint.opened import Checkpoint, ShardedCheckpoint, load_single_file
+from goose_strategy.checkpoint.place import CONTENT, fetched, fetched_alone, resolved
+from goose_strategy.checkpoint.remote import is_remote
 from goose_strategy.checkpoint.storage import METADATA_FILE
 from goose_strategy.errors import CheckpointError
 
@@ -51,7 +53,8 @@ def open_checkpoint(
     """Open a checkpoint, verify its files and read all but its tensors; collective.
 
     Args:
-        path: The folder, or a single file; rank 0's counts.
+        path: The folder, or a single file, or a URL of either that fsspec knows, which is
+            downloaded once per machine; rank 0's counts.
         mesh: The ranks.
         weights_only: As ``torch.load`` takes it, for the values among the user's that the
             restricted unpickler refuses; ``None`` is torch's default. Tensors, lists and meta.pt
@@ -67,13 +70,37 @@ def open_checkpoint(
             missing or damaged, or if ``weights_only`` refuses a value.
     """
     doing = f"opening path={os.fspath(path)!r}"
-    target = collect(mesh, doing, lambda: folder.local_path(path))[0]
+    target = collect(mesh, doing, lambda: resolved(path))[0]
+    copy = fetched(target, mesh=mesh, doing=doing) if is_remote(target) else None
+    place = folder.local_path(target) if copy is None else copy.path / CONTENT
     opened: list[Checkpoint] = []
-    collect(mesh, doing, lambda: opened.append(_open(target, weights_only=weights_only)))
+    collect(mesh, doing, lambda: opened.append(_open(place, weights_only=weights_only)))
     checkpoint = opened[0]
+    checkpoint.name, checkpoint.copy = target, copy
     ranks = mesh.layout.world_size
     collect(mesh, doing, lambda: checkpoint.verify(part=mesh.rank, parts=ranks, checksum=verify))
     collect(mesh, doing, checkpoint.load_objects)
+    return checkpoint
+
+
+def open_alone(path: str | os.PathLike[str], *, verify: bool = True) -> ShardedCheckpoint:
+    """Open a sharded checkpoint in one process, without the user's values.
+
+    Args:
+        path: The folder, or its URL.
+        verify: Compare the checksum of every file; sizes always are.
+
+    Raises:
+        CheckpointError: If there is no finished checkpoint, or a file of it is damaged.
+    """
+    target = resolved(path)
+    copy = fetched_alone(target) if is_remote(target) else None
+    place = folder.local_path(target) if copy is None else copy.path / CONTENT
+    entries, record = meta.load_meta(place)
+    check_file(place, METADATA_FILE, record.files[METADATA_FILE], checksum=True)
+    checkpoint = ShardedCheckpoint(place, entries, record)
+    checkpoint.name, checkpoint.copy = target, copy
+    checkpoint.verify(part=0, parts=1, checksum=verify)
     return checkpoint
 
 
@@ -107,7 +134,7 @@ def load_tensors(
         CheckpointError: On all ranks, if the checkpoint is of another model; the message lists the
             first differences.
     """
-    doing = f"loading path='{checkpoint.path}'"
+    doing = f"loading path={checkpoint.name!r}"
     mine = _Wanted(
         {t.key for t in destinations}, {t.entry for t in destinations} | {*entries}, set()
     )

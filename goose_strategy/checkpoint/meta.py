@@ -23,7 +23,7 @@ from goose_strategy.errors import CheckpointError
 from goose_strategy.mesh.layout import MeshLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 RECORD_KEY = "goose3d"
@@ -41,6 +41,8 @@ class Record:
         identity: Facts about the model that a loading model must share, e.g. its class.
         files: Size and checksum per file, meta.pt excepted.
         aliases: Key of the tensor that each further key names.
+        models: Per entry, what an export has to know of the transformers models in it; plain
+            values.
         pickled: Entries that lie in the other file, with the classes that put them there.
         format: Version of this record.
     """
@@ -49,6 +51,7 @@ class Record:
     identity: Mapping[str, str]
     files: Mapping[str, FileRecord]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    models: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     pickled: Mapping[str, str] = field(default_factory=dict)
     format: int = FORMAT
 
@@ -60,6 +63,7 @@ class Record:
             "identity": dict(self.identity),
             "files": {name: tuple(record) for name, record in self.files.items()},
             "aliases": dict(self.aliases),
+            "models": {entry: [dict(m) for m in found] for entry, found in self.models.items()},
             "pickled": dict(self.pickled),
         }
 
@@ -87,6 +91,8 @@ class Record:
             identity=plain["identity"],
             files=files,
             aliases=plain["aliases"],
+            # Not in the checkpoints of earlier versions.
+            models=plain.get("models", {}),
             pickled=plain["pickled"],
         )
 

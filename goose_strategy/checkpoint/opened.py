@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from goose_strategy.checkpoint.meta import Record
+    from goose_strategy.checkpoint.remote import LocalCopy
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ class Checkpoint(ABC):
     """A finished checkpoint, opened by `open_checkpoint`; no tensor has been read yet.
 
     Attributes:
-        path: The folder or file.
+        path: The folder or file, on this machine.
+        name: What the user calls it, for messages.
+        copy: The download that it is read from, if it lies behind a URL.
         meta: The user's values that are no tensors of the model or optimizer. Of a single file,
             which does not tell them apart, everything in it.
         objects: Values beside the tensors of an entry, nested as they were before they were taken
@@ -51,6 +54,8 @@ class Checkpoint(ABC):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.name = str(path)
+        self.copy: LocalCopy | None = None
         self.meta: dict[str, Any] = {}
         self.objects: dict[str, Any] = {}
         self.tensors: dict[str, StoredTensor] = {}

@@ -155,7 +155,12 @@ class BoxLoadPlanner(LoadPlanner):
         object_keys: Sequence[str] = (),
     ) -> None:
         self._metadata = metadata
-        self._destinations = {tensor.key: tensor for tensor in destinations}
+        self._destinations: dict[str, LocalTensor] = {}
+        for tensor in destinations:
+            # Two places may want the same tensor, such as a weight and its main weight.
+            known = self._destinations.get(tensor.key)
+            pieces = tensor.pieces if known is None else (*known.pieces, *tensor.pieces)
+            self._destinations[tensor.key] = dataclasses.replace(tensor, pieces=pieces)
         self._object_keys = tuple(object_keys)
         self.objects: dict[str, Any] = {}
 

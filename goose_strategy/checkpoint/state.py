@@ -7,6 +7,7 @@ under the parameter's own name, as one process would have saved it.
 
 from __future__ import annotations
 
+import heapq
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +59,7 @@ def weight_tensors(
         mine = writers[name] == mesh.dp_rank and spec.tie_owner
         found.append(
             LocalTensor(
-                (entry, _saved_name(spec, name)),
+                (entry, saved_name(spec, name)),
                 tuple(spec.global_shape),
                 weight.dtype,
                 tuple(spec.pieces(weight.detach())),
@@ -98,7 +99,7 @@ def optimizer_tensors(
         # Of a value for the whole parameter the rank with the first element is the writer.
         is_first = is_writer and mesh.tp_rank == 0 and (0 in starts or not starts)
         for key, value in values.items():
-            path = (entry, "state", _saved_name(spec, name), key)
+            path = (entry, "state", saved_name(spec, name), key)
             if isinstance(value, tuple):
                 found.append(_ranged(path, spec, value, writer=is_writer))
             else:
@@ -125,11 +126,18 @@ def optimizer_objects(
     return objects if has_state else {(entry, "state"): {}, **objects}
 
 
-def merged_groups(per_stage: Iterable[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def merged_groups(
+    per_stage: Iterable[Sequence[Mapping[str, Any]]], order: Mapping[str, int]
+) -> list[dict[str, Any]]:
     """Put the parameter groups of all stages together: the first's settings, everybody's names.
+
+    torch's ``load_state_dict`` hands states out by position, whatever their shapes, so the names
+    have to come in the order of one process; that of the stages is another one where a module
+    behind the stack stands before it in the model (OPT's last norm).
 
     Args:
         per_stage: Groups per stage in order, with ``params`` as lists of names.
+        order: Place of each name in one process. Names of one stage keep their own order.
 
     Returns:
         Groups of the whole model; a name that two stages have (a tied weight) is listed once.
@@ -143,7 +151,8 @@ def merged_groups(per_stage: Iterable[Sequence[Mapping[str, Any]]]) -> list[dict
         raise CheckpointError(f"the stages have different numbers of parameter groups: {counts}.")
     merged: list[dict[str, Any]] = []
     for groups in zip(*stages, strict=True):
-        names = dict.fromkeys(name for group in groups for name in group["params"])
+        stages_names = [group["params"] for group in groups]
+        names = dict.fromkeys(heapq.merge(*stages_names, key=lambda name: order[name]))
         merged.append({**groups[0], "params": list(names)})
     return merged
 
@@ -180,7 +189,7 @@ def empty_optimizer_state(
     state: OptimizerState = {}
     for name, (start, stop) in ranges.items():
         values: dict[str, FlatRange | Tensor | float | int] = {}
-        for key, tensor in stored.get(_saved_name(specs[name], name), {}).items():
+        for key, tensor in stored.get(saved_name(specs[name], name), {}).items():
             if key in ranged:
                 flat = torch.empty(stop - start, dtype=tensor.dtype, device=device)
                 values[key] = (flat, start, stop)
@@ -210,7 +219,7 @@ def divide_writing(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
     return writers
 
 
-def _saved_name(spec: ShardSpec, name: str) -> str:
+def saved_name(spec: ShardSpec, name: str) -> str:
     """Return the name in the checkpoint: a copy of a tied weight is not saved under its own."""
     return spec.tie if spec.tie is not None and not spec.tie_owner else name
 

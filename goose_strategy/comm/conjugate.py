@@ -16,39 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from goose_strategy.comm.collectives import all_gather_uneven, all_reduce
-
-
-class _CopyToGroup(torch.autograd.Function):
-    """Identity; the gradient is summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # The engine may hand the same tensor to another node, so it is never reduced in place.
-        total = grad.clone(memory_format=torch.contiguous_format)
-        all_reduce(total, ctx.group)
-        return total, None
-
-
-class _ReduceFromGroup(torch.autograd.Function):
-    """Sum; the gradient passes as it is."""
-
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
-        all_reduce(total, group)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+from goose_strategy.comm.collectives import all_gather_uneven
 
 
 class _GatherFromGroup(torch.autograd.Function):
@@ -67,41 +35,24 @@ class _GatherFromGroup(torch.autograd.Function):
         return grad.narrow(ctx.dim, ctx.start, ctx.length), None, None, None
 
 
-_copy_to_group: Callable[[Tensor, ProcessGroup], Tensor] = _CopyToGroup.apply
-_reduce_from_group: Callable[[Tensor, ProcessGroup], Tensor] = _ReduceFromGroup.apply
-_gather_from_group: Callable[[Tensor, ProcessGroup, int, Sequence[int]], Tensor] = (
-    _GatherFromGroup.apply
-)
+class _SplitToGroup(torch.autograd.Function):
+    """Keep this rank's slice; the gradients of all slices are put together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return x.narrow(dim, sum(sizes[: group.rank()]), sizes[group.rank()])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        whole = all_gather_uneven(grad.contiguous(), ctx.group, dim=ctx.dim, sizes=ctx.sizes)
+        return whole, None, None, None
 
 
-def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Enter a region where each rank computes a share from the same ``x``.
-
-    Args:
-        x: Any shape, equal on all ranks of the group.
-        group: Ranks that share the work; ``None`` for this rank alone.
-
-    Returns:
-        ``x``; its gradient is the sum of the gradients of all ranks.
-    """
-    if group is None or not (x.requires_grad and torch.is_grad_enabled()):
-        return x
-    return _copy_to_group(x, group)
-
-
-def reduce_from_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Leave a region of shared work: sum what each rank computed.
-
-    Args:
-        x: Any shape, this rank's summand.
-        group: Ranks that share the work; ``None`` for this rank alone.
-
-    Returns:
-        The sum, equal to the last bit on all ranks; each rank's gradient is the sum's gradient.
-    """
-    if group is None:
-        return x
-    return _reduce_from_group(x, group)
+_Slicing = Callable[[Tensor, ProcessGroup, int, Sequence[int]], Tensor]
+_gather_from_group: _Slicing = _GatherFromGroup.apply
+_split_to_group: _Slicing = _SplitToGroup.apply
 
 
 def gather_from_group(
@@ -123,14 +74,20 @@ def gather_from_group(
     return _gather_from_group(x, group, dim % x.ndim, tuple(sizes))
 
 
-def sum_value(value: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum a value (a loss, a count) over the group; the gradient passes as it is.
+def split_to_group(
+    x: Tensor, group: ProcessGroup | None, *, dim: int, sizes: Sequence[int]
+) -> Tensor:
+    """Keep this rank's slice of what all ranks hold; the gradient is whole on every rank.
 
     Args:
-        value: Any shape, usually a scalar; left as it is.
-        group: Ranks whose values are summed; ``None`` for this rank alone.
+        x: The whole tensor, equal on all ranks of the group.
+        group: Ranks that take the slices; ``None`` for this rank alone.
+        dim: Dimension along which the slices lie.
+        sizes: Length of every rank's slice.
 
     Returns:
-        The sum, equal to the last bit on all ranks.
+        A view, ``sizes[group rank]`` long along ``dim``.
     """
-    return reduce_from_group(value, group)
+    if group is None:
+        return x
+    return _split_to_group(x, group, dim % x.ndim, tuple(sizes))

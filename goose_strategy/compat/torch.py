@@ -5,9 +5,14 @@ Everything here may move in any torch release; the test of the same name says wh
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch.distributed import Store, distributed_c10d
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
 
 
 def default_store() -> Store:
@@ -33,6 +38,16 @@ def clone_store(store: Store) -> Store:
     """
     clone: Store = store.clone()  # type: ignore[attr-defined]
     return clone
+
+
+def plain_functions() -> AbstractContextManager[None]:
+    """Let tensors of subclasses be treated as plain ones inside the block.
+
+    What a ``__torch_function__`` calls would come back to it otherwise. torch documents the method
+    and not this, the only way to call the function itself without losing gradient modes.
+    """
+    block: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return block
 
 
 def inside_backward() -> bool:

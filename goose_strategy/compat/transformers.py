@@ -269,24 +269,38 @@ def promised_ties(model: nn.Module) -> dict[str, str]:
     return dict(ties) if isinstance(ties, Mapping) else {}
 
 
-def small_clone(model: nn.Module, layers: int) -> nn.Module:
-    """Build a new model of the same class and widths with fewer layers, on the CPU in fp32.
+def auxiliary_loss(model: nn.Module) -> str | None:
+    """Return the model's attribute that weighs its routers' load-balancing loss, if it has one.
+
+    A mixture of experts adds that loss to the one that ``loss_function`` computes where
+    ``output_router_logits`` is set, in the config or in the call.
+    """
+    names = ("router_aux_loss_coef", "aux_loss_coef")
+    return next((n for n in names if isinstance(getattr(model, n, None), (int, float))), None)
+
+
+def small_clone(model: nn.Module, layers: int, *, device: str = "cpu") -> nn.Module | None:
+    """Build a new model of the same class and widths with fewer layers, in fp32.
 
     Args:
         model: A transformers model; its config is copied.
-        layers: Largest number of layers.
+        layers: Number of layers.
+        device: Where; on ``"meta"`` it costs nothing.
 
     Returns:
-        A model with its own random parameters.
+        A model with its own random parameters; ``None`` if it would leave out a kind of layer that
+        the config lists (a window, a kind of attention, a mixture).
     """
     config: Any = copy.deepcopy(model.config)
     former = config.num_hidden_layers
-    config.num_hidden_layers = min(layers, former)
+    config.num_hidden_layers = layers
     for name, value in list(vars(config).items()):
-        # One entry per layer: kinds of attention, windows, routing.
         if isinstance(value, list) and len(value) == former:
+            kinds = [str(kind) for kind in value]
+            if set(kinds[:layers]) != set(kinds):
+                return None
             setattr(config, name, value[:layers])
-    with torch.device("cpu"):
+    with torch.device(device):
         return type(model)(config).float()
 
 

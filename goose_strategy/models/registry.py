@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from goose_strategy.compat.peft import layers_under
 from goose_strategy.compat.transformers import (
     base_prefix,
     config_size,
@@ -64,8 +65,10 @@ FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
 _STYLES: Mapping[str, Style] = {
     "colwise": Style.COLUMN,
     "rowwise": Style.ROW,
-    "colwise_gather_output": Style.HEAD,
-    "colwise_rep": Style.HEAD,
+    "colwise_gather_output": Style.GATHERED,
+    "colwise_rep": Style.GATHERED,
+    "rowwise_split_input": Style.SPLIT,
+    "rowwise_rep": Style.SPLIT,
     "embedding_rowwise": Style.VOCAB,
     "vocab_rowwise": Style.VOCAB,
     "replicated_with_grad_allreduce": Style.PARTIAL,
@@ -73,6 +76,9 @@ _STYLES: Mapping[str, Style] = {
     "replicate": Style.REPLICATED,
     "replicated": Style.REPLICATED,
 }
+
+
+_LAYERS = (Style.COLUMN, Style.ROW, Style.GATHERED, Style.SPLIT)
 
 
 def supported_families() -> tuple[str, ...]:
@@ -105,14 +111,16 @@ def plan_for(model: nn.Module, config: TensorConfig | None = None) -> TensorPlan
     islands = (
         {prefix + parent: argument for parent, argument in family.islands.items()} if family else {}
     )
-    if not any(style in (Style.COLUMN, Style.ROW) for style in rules.values()):
+    if not any(style in _LAYERS for style in rules.values()):
         raise PlanError(
             f"there is no tensor-parallel plan for the family {name!r}. {_advice()}", axis="tp"
         )
     rules = _with_embeddings(model, rules)
     _check_pairs(name, rules)
+    guessed: frozenset[str] = frozenset()
     if family is None:
-        rules = _with_shares(model, name, rules, guess=config.verify_plan)
+        guessed = _unnamed(model, name, rules, guess=config.verify_plan)
+    rules |= dict.fromkeys(guessed, Style.PARTIAL)
     sizes = {
         size: config_size(model, size) for size in (family.divisible if family else HEADS_AND_MLP)
     }
@@ -124,6 +132,7 @@ def plan_for(model: nn.Module, config: TensorConfig | None = None) -> TensorPlan
         packed=_packed(model, family, prefix),
         attention=_placed(family, prefix),
         whole_attention=config.allow_replicated_attention,
+        guessed=guessed,
         proved=family is not None and not config.rules,
         gather_logits=config.gather_logits,
     )
@@ -189,12 +198,16 @@ def _derived_rules(model: nn.Module, family: str) -> dict[str, Style]:
         # How the stacked matrices of experts are cut follows from their shapes.
         if parent_name(pattern) in experts:
             continue
+        # What its owner's own numbers are follows from the rules for them.
+        if theirs == "local_params":
+            continue
         style = _STYLES.get(theirs)
-        misplaced = style is Style.HEAD and (head is None or pattern != head[0])
-        if style is None or misplaced:
+        if head is not None and pattern == head[0]:
+            style = Style.HEAD if style in (Style.COLUMN, Style.GATHERED) else None
+        if style is None:
             raise PlanError(
-                f"{pattern}={theirs!r}: this style of the family {family!r} is not supported"
-                f"{' outside of the head' if misplaced else ''}. {_advice()}",
+                f"{pattern}={theirs!r}: this style of the family {family!r} is not supported. "
+                f"{_advice()}",
                 axis="tp",
             )
         rules[pattern] = style
@@ -208,13 +221,17 @@ def _with_embeddings(model: nn.Module, rules: Mapping[str, Style]) -> dict[str, 
     extra = {
         generic_name(place[0]): style
         for style, place in found.items()
-        if place is not None and isinstance(place[1], classes[style])
+        if place is not None
+        and all(isinstance(layer, classes[style]) for layer in layers_under(place[1]).values())
     }
     return {**extra, **rules}
 
 
 def _check_pairs(family: str, rules: Mapping[str, Style]) -> None:
-    """Check that what column layers cut, a row layer of the same parent sums."""
+    """Check that what column layers cut, a row layer of the same parent sums.
+
+    Gathered and split layers are whole outwards and need no partner.
+    """
     parents: dict[str, set[Style]] = {}
     for pattern, style in rules.items():
         if style in (Style.COLUMN, Style.ROW):
@@ -228,15 +245,15 @@ def _check_pairs(family: str, rules: Mapping[str, Style]) -> None:
             )
 
 
-def _with_shares(
+def _unnamed(
     model: nn.Module, family: str, rules: Mapping[str, Style], *, guess: bool
-) -> dict[str, Style]:
-    """Name every parameter beside column and row layers: its gradient is taken to be a share.
+) -> frozenset[str]:
+    """Return the parameters beside column and row layers that no rule names.
 
     Raises:
-        PlanError: If there is one and nothing would find out whether that is so.
+        PlanError: If there is one and nothing would find out how its gradient arises.
     """
-    found = dict(rules)
+    found = set()
     parents = {parent_name(name) for name, style in rules.items() if style is Style.COLUMN}
     for name, _ in model.named_parameters():
         pattern = generic_name(name)
@@ -254,5 +271,5 @@ def _with_shares(
                 f"TensorConfig(verify_plan=True) find out, or use tp=1.",
                 axis="tp",
             )
-        found[pattern] = Style.PARTIAL
-    return found
+        found.add(pattern)
+    return frozenset(found)

@@ -48,6 +48,23 @@ class Ghosts:
             module.__dict__[name] = _ghost(fn(ghost.as_strided((), ())), ghost.shape)
         return module
 
+    def place(self, device: torch.device) -> None:
+        """Put ghosts that are on the meta device where the stage's own tensors are."""
+        module = self._module
+        for name in self.names & module.__dict__.keys():
+            ghost: Tensor = module.__dict__[name]
+            if ghost.is_meta:
+                empty = torch.empty((), dtype=ghost.dtype, device=device)
+                module.__dict__[name] = _ghost(empty, ghost.shape)
+
+
+def place_ghosts(model: nn.Module, device: torch.device) -> None:
+    """Move the ghosts of a model that was cut on the meta device; without values, none is lost."""
+    for module in model.modules():
+        ghosts = getattr(module.__dict__.get("_apply"), "__self__", None)
+        if isinstance(ghosts, Ghosts):
+            ghosts.place(device)
+
 
 def make_ghosts(module: nn.Module, names: Collection[str]) -> None:
     """Replace parameters or buffers of a module (not of its submodules) by ghosts, in place.

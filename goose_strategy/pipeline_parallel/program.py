@@ -1,27 +1,24 @@
 """From a schedule to what a stage executes: the table with its messages, proved not to hang.
 
-gloo buffers small sends and hides what NCCL deadlocks on: there, a send may wait for its receive,
-and each communicator works through its operations in the order of their launch. The check here
-executes every program under exactly these rules before any rank runs it.
+Here are the tables of one stage per rank, which the engine runs, and what it looks up in them.
+Every one has passed the checks of :mod:`goose_strategy.pipeline_parallel.tables.checks` before any
+rank runs it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
-from goose_strategy.errors import ScheduleError
 from goose_strategy.pipeline_parallel.schedule import (
     SCHEDULES,
     Action,
     Kind,
     Table,
-    check_table,
     forward_only,
 )
+from goose_strategy.pipeline_parallel.tables.checks import check_messages, check_table
 from goose_strategy.validate import one_of, positive
 
 
@@ -117,7 +114,8 @@ def add_messages(table: Table) -> Table:
     holds up the send behind it, and from three stages on that is a deadlock.
 
     Args:
-        table: The table; one stage per row.
+        table: The table; one stage per row. (Several, or a split backward:
+            :func:`goose_strategy.pipeline_parallel.tables.lowering.lower`.)
 
     Returns:
         The table with ``SEND_*`` and ``RECV_*`` actions.
@@ -161,97 +159,3 @@ def _sends(action: Action, last: int) -> list[Action]:
     if action.kind is Kind.BACKWARD and action.stage > 0:
         return [action._replace(kind=Kind.SEND_BACKWARD)]
     return []
-
-
-class _Message(NamedTuple):
-    """A launched send or receive on its way."""
-
-    action: Action
-    peer: int
-
-
-# Which communicator a message uses, and whether its peer is the stage below (+1) or above (-1).
-_LANES = {
-    Kind.SEND_FORWARD: ("forward", 1),
-    Kind.RECEIVE_FORWARD: ("forward", -1),
-    Kind.SEND_BACKWARD: ("backward", -1),
-    Kind.RECEIVE_BACKWARD: ("backward", 1),
-}
-_PARTNER = {
-    Kind.SEND_FORWARD: Kind.RECEIVE_FORWARD,
-    Kind.RECEIVE_FORWARD: Kind.SEND_FORWARD,
-    Kind.SEND_BACKWARD: Kind.RECEIVE_BACKWARD,
-    Kind.RECEIVE_BACKWARD: Kind.SEND_BACKWARD,
-}
-_WAITS_FOR = {Kind.FORWARD: Kind.RECEIVE_FORWARD, Kind.BACKWARD: Kind.RECEIVE_BACKWARD}
-
-
-def check_messages(table: Table) -> None:
-    """Execute a table with its messages under the strictest rules of a backend.
-
-    A send is complete only when its receive is, and on each of the two communicators (forward,
-    backward) a stage's operations complete in the order of their launch.
-
-    Args:
-        table: A table from :func:`add_messages`.
-
-    Raises:
-        ScheduleError: If it cannot be executed to the end, or two messages that meet belong to
-            different microbatches; names the actions that wait.
-    """
-    position = [0] * len(table)
-    lanes: dict[tuple[int, str], deque[_Message]] = {}
-    done: set[Action] = set()
-    moved = True
-    while moved:
-        moved = False
-        for stage, row in enumerate(table):
-            while position[stage] < len(row) and _may_run(row[position[stage]], row, done):
-                _launch(row[position[stage]], lanes, done)
-                position[stage] += 1
-                moved = True
-        moved |= _deliver(lanes, done)
-    stuck = [str(row[at]) for row, at in zip(table, position, strict=True) if at < len(row)]
-    unsent = [str(message.action) for lane in lanes.values() for message in lane]
-    if stuck or unsent:
-        raise ScheduleError(
-            f"The schedule deadlocks: stages wait at {stuck or 'their end'}, "
-            f"with messages {unsent} not matched."
-        )
-
-
-def _may_run(action: Action, row: tuple[Action, ...], done: set[Action]) -> bool:
-    if action.kind not in _WAITS_FOR:
-        return True
-    message = action._replace(kind=_WAITS_FOR[action.kind])
-    return message in done or message not in row
-
-
-def _launch(
-    action: Action, lanes: dict[tuple[int, str], deque[_Message]], done: set[Action]
-) -> None:
-    if action.kind not in _LANES:
-        done.add(action)
-        return
-    lane, step = _LANES[action.kind]
-    message = _Message(action, action.stage + step)
-    lanes.setdefault((action.stage, lane), deque()).append(message)
-
-
-def _deliver(lanes: dict[tuple[int, str], deque[_Message]], done: set[Action]) -> bool:
-    """Complete every pair of messages that stand first on both sides."""
-    moved = False
-    for (stage, lane), queue in lanes.items():
-        while queue:
-            mine = queue[0]
-            theirs = lanes.get((mine.peer, lane))
-            if not theirs or theirs[0].peer != stage:
-                break
-            other = theirs[0].action
-            if other.kind is not _PARTNER[mine.action.kind]:
-                break
-            if other.microbatch != mine.action.microbatch:
-                raise ScheduleError(f"{mine.action} meets {other}: not the same microbatch.")
-            done.update((queue.popleft().action, theirs.popleft().action))
-            moved = True
-    return moved

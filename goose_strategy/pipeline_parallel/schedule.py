@@ -1,10 +1,12 @@
-"""Pipeline schedules as tables of actions: pure data, made, checked and drawn without a process.
+"""Pipeline schedules as tables of actions: the notation, and the schedules the engine runs.
 
 torch's schedules are loops inside classes that also run them, which ties the order of work to one
 runtime, refuses fewer microbatches than stages under 1F1B, and cannot be looked at before it
 hangs. Here a schedule is a function ``(stages, microbatches) -> table``, and the table is the only
 thing that decides an order: the engine executes it as it stands. The notation is torch's: ``2F0``
-is stage 2's forward of microbatch 0, ``1RECV_B3`` the receive of a gradient.
+is stage 2's forward of microbatch 0, ``1RECV_B3`` the receive of a gradient. Schedules with
+several stages per rank, the checks and the simulator are in
+:mod:`goose_strategy.pipeline_parallel.tables`.
 """
 
 from __future__ import annotations
@@ -18,12 +20,20 @@ from goose_strategy.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """What an action does; the values are torch's names."""
+    """What an action does; the values are torch's names, but for ``R`` and ``T``."""
 
     FORWARD = "F"
     """Run the stage on one microbatch."""
     BACKWARD = "B"
-    """Run the backward of one microbatch."""
+    """Run the backward of one microbatch: ``I`` and ``W`` in one."""
+    INPUT = "I"
+    """Compute the gradients of the inputs only, which the previous stage waits for."""
+    WEIGHT = "W"
+    """Compute the gradients of the weights, which nobody waits for; after ``I``."""
+    RECOMPUTE = "R"
+    """Run the forward again, from its stored inputs; right before ``B`` or ``I``."""
+    TIE = "T"
+    """Sum the gradients of a tied weight over the first and the last stage. Its microbatch is 0."""
     SEND_FORWARD = "SEND_F"
     """Start sending the outputs to the next stage."""
     RECEIVE_FORWARD = "RECV_F"
@@ -35,7 +45,14 @@ class Kind(StrEnum):
 
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
-"""The kinds that use the device; the others are messages."""
+"""The kinds of the schedules whose backward is not split."""
+MESSAGES = (
+    Kind.SEND_FORWARD,
+    Kind.RECEIVE_FORWARD,
+    Kind.SEND_BACKWARD,
+    Kind.RECEIVE_BACKWARD,
+)
+"""The kinds that :func:`~goose_strategy.pipeline_parallel.tables.lowering.lower` inserts."""
 
 
 class Action(NamedTuple):
@@ -71,7 +88,7 @@ class Action(NamedTuple):
 
 
 Table: TypeAlias = tuple[tuple[Action, ...], ...]
-"""One row of actions per stage, in the order in which the stage executes them."""
+"""One row of actions per rank, in the order in which the rank executes them."""
 
 
 def gpipe(stages: int, microbatches: int) -> Table:
@@ -132,94 +149,4 @@ def forward_only(stages: int, microbatches: int) -> Table:
 
 
 SCHEDULES: Mapping[str, Callable[[int, int], Table]] = {"GPipe": gpipe, "1F1B": one_f_one_b}
-"""The schedules a user can name."""
-
-
-def check_table(table: Table, microbatches: int, *, train: bool = True) -> None:
-    """Check a table of ``F`` and ``B`` actions.
-
-    Every stage runs each microbatch's ``F`` once and (when training) its ``B`` once and later,
-    and all stages take the microbatches in the same order, because messages between two stages
-    carry no number.
-
-    Args:
-        table: The table.
-        microbatches: Number of microbatches.
-        train: Whether backwards belong to it.
-
-    Raises:
-        ScheduleError: Naming the first action that is wrong.
-    """
-    expected = set(range(microbatches))
-    for stage, row in enumerate(table):
-        for action in row:
-            if action.stage != stage or action.kind not in COMPUTE:
-                raise ScheduleError(f"{action} does not belong into row {stage} of a table.")
-        for kind in COMPUTE[: 2 if train else 1]:
-            order = [action.microbatch for action in row if action.kind is kind]
-            if len(order) != len(expected) or set(order) != expected:
-                raise ScheduleError(
-                    f"stage {stage} runs {kind} for microbatches {order}; each of "
-                    f"0..{microbatches - 1} is needed once."
-                )
-            first = [action.microbatch for action in table[0] if action.kind is kind]
-            if order != first:
-                raise ScheduleError(
-                    f"stage {stage} takes {kind} in the order {order}, stage 0 in {first}; "
-                    "neighbours must agree, because their messages are not numbered."
-                )
-        for early, action in enumerate(row):
-            partner = Action(stage, Kind.FORWARD, action.microbatch)
-            if action.kind is Kind.BACKWARD and partner not in row[:early]:
-                raise ScheduleError(f"{action} comes before {partner}.")
-
-
-def peak_activations(table: Table) -> tuple[int, ...]:
-    """Return, per stage, how many microbatches' activations are held at once at most."""
-    peaks = []
-    for row in table:
-        held = peak = 0
-        for action in row:
-            held += {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(action.kind, 0)
-            peak = max(peak, held)
-        peaks.append(peak)
-    return tuple(peaks)
-
-
-def draw(table: Table) -> str:
-    """Draw a table of ``F`` and ``B`` actions as a staircase, one row per stage.
-
-    Every action takes one unit of time and starts as soon as its stage is free and what it needs
-    has been computed; messages take no time.
-
-    Args:
-        table: A table that passed :func:`check_table`.
-
-    Returns:
-        Lines such as ``"F0 F1 .. B0"``; ``..`` is idle time.
-    """
-    ends: dict[Action, int] = {}
-    free = [0] * len(table)
-    queues = [list(row) for row in table]
-    while any(queues):
-        for stage, queue in enumerate(queues):
-            while queue and all(need in ends for need in _needs(queue[0], len(table))):
-                action = queue.pop(0)
-                start = max([free[stage], *(ends[n] for n in _needs(action, len(table)))])
-                free[stage] = ends[action] = start + 1
-    width = max(len(f"{action.kind.value}{action.microbatch}") for action in ends)
-    lines = []
-    for stage in range(len(table)):
-        cells = ["..".ljust(width)] * max(free)
-        for action, end in ends.items():
-            if action.stage == stage:
-                cells[end - 1] = f"{action.kind.value}{action.microbatch}".ljust(width)
-        lines.append(" ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def _needs(action: Action, stages: int) -> list[Action]:
-    """Return what other stages must have computed before ``action``."""
-    if action.kind is Kind.FORWARD:
-        return [action._replace(stage=action.stage - 1)] if action.stage > 0 else []
-    return [action._replace(stage=action.stage + 1)] if action.stage < stages - 1 else []
+"""The schedules that the engine runs, which a user can name."""

@@ -159,6 +159,19 @@ def refuse_cache(batch: Mapping[str, Any], pp: int) -> None:
             )
 
 
+def refuse_router_loss(batch: Mapping[str, Any], pp: int) -> None:
+    """Refuse a loss over the routers of all layers: a stage has those of its own only.
+
+    Raises:
+        BatchError: If it was asked for.
+    """
+    if batch.get("output_router_logits"):
+        raise BatchError(
+            f"output_router_logits=True adds a loss over the routers of all layers, but pp={pp} "
+            "leaves each stage those of its own; leave it out, or use pp=1."
+        )
+
+
 def join_logits(logits: list[Tensor]) -> Any:
     """Return microbatches' logits in one tensor, or as they are where their lengths differ."""
     if len({tensor.shape[1:] for tensor in logits}) == 1:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ from goose_strategy.optim.clip import clip_grad_norm, clip_grad_value
 from goose_strategy.runtime.model import ShardedModel
 
 if TYPE_CHECKING:
+    import os
+
     from goose_strategy.runtime.dropout import DropoutStream
     from goose_strategy.runtime.settings import RuntimeConfig
 
@@ -153,10 +155,7 @@ class ParallelRuntime:
 
     def attach_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Attach optimizers that were made after ``module`` was sharded."""
-        model = self.model_of(module)
-        if model is None:
-            raise ConfigError("The module is not sharded by this runtime; call shard_module first.")
-        model.attach(optimizers)
+        self._known(module).attach(optimizers)
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Attach one optimizer to the sharded module whose parameters it holds.
@@ -313,11 +312,66 @@ class ParallelRuntime:
             )
         return model
 
+    def export(self, module: nn.Module, path: str | os.PathLike[str], **settings: Any) -> None:
+        """Write the causal LM of a sharded module as a Hugging Face checkpoint. Collective.
+
+        Args:
+            module: The sharded module.
+            path: The folder that will appear, on a file system that all ranks share.
+            **settings: Of :class:`~goose_strategy.hub.config.ExportConfig`: ``dtype``,
+                ``max_shard_size``, ``overwrite``, ``tokenizer``.
+
+        Raises:
+            ConfigError: If the module is not sharded here, or a setting is wrong.
+            CheckpointError: On all ranks, if something is in the way, or writing failed on one.
+        """
+        # torch's checkpoint package costs half a second; most starts need none.
+        from goose_strategy.hub.config import ExportConfig
+        from goose_strategy.runtime.export import export_model
+
+        model = self.model_of(module)
+        if model is None:
+            raise ConfigError("The module is not sharded by this runtime; set it up first.")
+        export_model(model, path, ExportConfig(**settings))
+
     def vote(self, *, decision: bool, everyone: bool) -> bool:
         """Return whether all (``everyone``) or any ranks of the world decided yes. Collective."""
         value = torch.tensor([int(decision)], dtype=torch.int64)
         all_reduce(value, self.mesh.control, op="min" if everyone else "max")
         return bool(value.item())
+
+    def export_adapter(
+        self, module: nn.Module, path: str | os.PathLike[str], *, adapter: str = "default"
+    ) -> None:
+        """Write one adapter as ``PeftModel.from_pretrained`` loads it. Collective.
+
+        Args:
+            module: A sharded module that holds one ``PeftModel``.
+            path: The folder.
+            adapter: Name of the adapter.
+
+        Raises:
+            ConfigError: If the module is not sharded here, or there is no such adapter.
+            CheckpointError: If writing failed; on all ranks.
+        """
+        # torch's checkpoint package costs half a second; most starts need none.
+        from goose_strategy.runtime.adapters import export_adapter
+
+        export_adapter(self._known(module), path, adapter=adapter)
+
+    @contextmanager
+    def merged_adapters(self, module: nn.Module) -> Generator[None, None, None]:
+        """Merge a module's active adapters into its weights inside the block."""
+        from goose_strategy.runtime.adapters import merged_adapters
+
+        with merged_adapters(self._known(module)):
+            yield
+
+    def _known(self, module: nn.Module) -> ShardedModel:
+        model = self.model_of(module)
+        if model is None:
+            raise ConfigError("The module is not sharded by this runtime; call shard_module first.")
+        return model
 
     def broadcast_batches(self) -> None:
         """From now on, send the first rank's batch to the others of its model replica."""

@@ -15,8 +15,8 @@ user's hands; this way Fabric loops and LightningModules stay as they are.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from goose_strategy.comm.collectives import all_reduce
+from goose_strategy.compat.transformers import auxiliary_loss
 from goose_strategy.errors import BatchError
 from goose_strategy.runtime.batch import (
     Batch,
@@ -31,6 +32,7 @@ from goose_strategy.runtime.batch import (
     check_not_empty,
     join_logits,
     refuse_cache,
+    refuse_router_loss,
 )
 from goose_strategy.runtime.counting import TokenCount
 
@@ -114,7 +116,7 @@ class DirectForward:
             with model.watch("forward"):
                 return self._original(**batch)
         as_tuple = batch.pop("return_dict", None) is False
-        with self._counted(batches), model.watch("forward"):
+        with self._counted(batches), self._auxiliary(1), model.watch("forward"):
             output = self._original(**batch, return_dict=True)
             output.loss = self._global(output.loss)
         return output.to_tuple() if as_tuple else output
@@ -127,6 +129,7 @@ class DirectForward:
             stack.enter_context(self._model.watch("forward"))
             if has_labels:
                 stack.enter_context(self._counted(batches))
+                stack.enter_context(self._auxiliary(len(batches)))
                 if (head := self._model.surgery.head) is not None:
                     stack.enter_context(head.local())
             outputs = [self._original(**batch) for batch in settings]
@@ -139,6 +142,26 @@ class DirectForward:
         group = self._model.mesh.dp if self._model.global_loss else None
         own = "num_items_in_batch" in batches[0]
         return self._model.counting(None if own else TokenCount.of(batches, group))
+
+    @contextmanager
+    def _auxiliary(self, calls: int) -> Generator[None, None, None]:
+        """Weigh a mixture's load-balancing loss so that the sum of all calls is their mean.
+
+        The loss over tokens is divided by all tokens already; this one is a mean of its own in
+        every call of every replica.
+        """
+        lm = self._original.__self__  # type: ignore[attr-defined]
+        name = auxiliary_loss(lm)
+        if name is None:
+            yield
+            return
+        coefficient = getattr(lm, name)
+        replicas = self._model.mesh.dp_size if self._model.global_loss else 1
+        setattr(lm, name, coefficient / (calls * replicas))
+        try:
+            yield
+        finally:
+            setattr(lm, name, coefficient)
 
     def _global(self, loss: Tensor) -> Tensor:
         """Return the loss of all replicas."""
@@ -176,6 +199,7 @@ class PipelinedForward:
         for batch in batches:
             check_not_empty(batch)
             refuse_cache(batch, model.mesh.pp_size)
+            refuse_router_loss(batch, model.mesh.pp_size)
         batches = model.guard(batches)
         as_tuple = batches[0].pop("return_dict", None) is False
         grad = torch.is_grad_enabled()

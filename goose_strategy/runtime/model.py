@@ -17,13 +17,17 @@ from torch.optim import Optimizer
 
 from goose_strategy.data_parallel.reducer import Reducer
 from goose_strategy.errors import BatchError, ConfigError
+from goose_strategy.hub.read import check_readable, fingerprints, is_unread, while_cut
 from goose_strategy.optim.supported import check_supported
 from goose_strategy.runtime.batch import Batch, BatchGuard
 from goose_strategy.runtime.dropout import DropoutStream
+from goose_strategy.runtime.filling import fill, refuse_unfilled
 from goose_strategy.runtime.forward import DirectForward, PipelinedForward, uncompiled
 from goose_strategy.runtime.naming import (
     GroupNames,
+    check_storages,
     check_ties,
+    orders_of,
     owners,
     record_groups,
     refill_groups,
@@ -38,7 +42,7 @@ from goose_strategy.runtime.replicate import (
 )
 from goose_strategy.runtime.stepping import WatchedShards
 from goose_strategy.runtime.surgery import Surgery, operate
-from goose_strategy.runtime.verdict import agreed
+from goose_strategy.runtime.verdict import agreed, equal_everywhere
 
 if TYPE_CHECKING:
     from goose_strategy.comm.watchdog import Watchdog
@@ -66,6 +70,8 @@ class ShardedModel:
         global_loss: Whether a causal LM's loss is summed over the replicas.
         guard: Compares batches over the ranks of one replica.
         closed: Whether the module was given back.
+        unfilled: Parameters and buffers that hold NaN until a checkpoint is loaded: the module
+            was on the meta device, and not made by `from_pretrained`.
     """
 
     def __init__(
@@ -93,8 +99,10 @@ class ShardedModel:
         self._count: TokenCount | None = None
         self._buffers: list[tuple[nn.Module, str]] = []
         self._buffers_changed = False
+        self._orders: dict[Optimizer | None, dict[str, int]] = {}
         self._undo = ExitStack()
         self.closed = False
+        self.unfilled: list[str] = []
 
     @property
     def surgery(self) -> Surgery:
@@ -122,13 +130,20 @@ class ShardedModel:
         if isinstance(former, ShardedModel) and former.module is self.module:
             former.give_up()
         recorded = agreed(self.mesh, lambda: self._check(optimizers))
+        equal_everywhere(self.mesh, fingerprints(self.module), "the checkpoint's files")
+        self._orders = orders_of(self.module, optimizers, recorded)
         equalize(self.module, self.mesh)
         share_random_state(self.mesh)
         self._dropout = DropoutStream(self.mesh, self._ordinal, self.watch)
-        self._surgery = agreed(
-            self.mesh,
-            lambda: operate(self.module, self.mesh, self.config, count=self._wait_count),
-        )
+        with while_cut(self.module):
+            self._surgery = agreed(
+                self.mesh,
+                lambda: operate(self.module, self.mesh, self.config, count=self._wait_count),
+            )
+        if is_unread(self.module):
+            self.unfilled = agreed(
+                self.mesh, lambda: fill(self.module, self.surgery.specs, self.mesh.device)
+            )
         self.module.to(self.mesh.device)
         vars(self.module)[_MARK] = self
         self._undo.callback(vars(self.module).pop, _MARK, None)
@@ -146,9 +161,19 @@ class ShardedModel:
                     f"{type(module).__name__} is sharded already, as a part of another module; "
                     "set up the outermost module, once."
                 )
+        check_storages(self.module)
         for optimizer in optimizers:
             check_supported(optimizer)
+        check_readable(self.module)
         return record_groups(self.module, optimizers)
+
+    def check_filled(self) -> None:
+        """Refuse to compute with, or to save, weights that were never loaded.
+
+        Raises:
+            ConfigError: If there are some.
+        """
+        refuse_unfilled(self.unfilled)
 
     def give_up(self) -> None:
         """Make way for another strategy that wants to shard the same module.
@@ -254,7 +279,12 @@ class ShardedModel:
             self.reducer = None
 
     def prepare_gradients(self) -> None:
-        """Make sure that gradients of the coming backward land in buckets."""
+        """Make sure that weights have values and gradients of the coming backward buckets.
+
+        Raises:
+            ConfigError: If weights were never loaded.
+        """
+        self.check_filled()
         if self.reducer is None and self.surgery.trains and torch.is_grad_enabled():
             self._build_reducer({})
         if self.reducer is not None:
@@ -328,6 +358,13 @@ class ShardedModel:
     def shards_of(self, optimizer: Optimizer) -> list[WatchedShards]:
         """Return the shards that an optimizer steps."""
         return [shard for shard in self.shards if shard.optimizer is optimizer]
+
+    def order_of(self, optimizer: Optimizer) -> dict[str, int]:
+        """Return the place of each parameter in one process: in the optimizer, else the module.
+
+        An optimizer that was built after the module was cut knows its own stage's order only.
+        """
+        return self._orders.get(optimizer) or self._orders.get(None, {})
 
     def close(self) -> None:
         """Remove hooks and patches; the parameters keep their values. Collective over tp."""

@@ -55,6 +55,53 @@ def record_groups(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Gr
     return recorded
 
 
+def check_storages(module: nn.Module) -> None:
+    """Check that no two parameters are views of the same elements.
+
+    Each parameter moves into a bucket of its own kind, which would silently end the sharing: peft's
+    ``ensure_weight_tying`` gives the adapters of a tied head and embedding one storage this way.
+    One parameter under two names is no such case.
+
+    Raises:
+        ConfigError: If two do, and one of them is trained.
+    """
+    seen: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, param in module.named_parameters():
+        # Tensors without values, and those of other packages, may have no address.
+        address = 0 if param.is_meta or not param.numel() else param.data_ptr()
+        if not address:
+            continue
+        other, former = seen.setdefault(address, (name, param))
+        if former is not param and (param.requires_grad or former.requires_grad):
+            raise ConfigError(
+                f"parameters {other} and {name} are two tensors over the same memory, which would "
+                "become independent; use one parameter in both places, or (peft) set "
+                "ensure_weight_tying=False."
+            )
+
+
+def orders_of(
+    module: nn.Module, optimizers: Sequence[Optimizer], recorded: Sequence[GroupNames]
+) -> dict[Optimizer | None, dict[str, int]]:
+    """Return the place of each parameter, before anything is cut.
+
+    Args:
+        module: The whole module.
+        optimizers: The optimizers of :func:`record_groups`.
+        recorded: Its result.
+
+    Returns:
+        Place by name, in each optimizer; under ``None`` in the module.
+    """
+    orders: dict[Optimizer | None, dict[str, int]] = {
+        None: {name: at for at, (name, _) in enumerate(module.named_parameters())}
+    }
+    for optimizer, groups in zip(optimizers, recorded, strict=True):
+        names = (name for group in groups for name in group)
+        orders[optimizer] = {name: at for at, name in enumerate(names)}
+    return orders
+
+
 def refill_groups(
     module: nn.Module,
     optimizers: Sequence[Optimizer],

@@ -7,7 +7,9 @@ would name them, so any layout reads what any layout wrote.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +29,15 @@ from goose_strategy.checkpoint.state import (
 )
 from goose_strategy.comm.collectives import all_gather_objects
 from goose_strategy.errors import CheckpointError
+from goose_strategy.hub.plan import listed
 from goose_strategy.optim.state import (
     Range,
     load_named_optimizer_state,
     named_optimizer_state,
     owned_ranges,
 )
+from goose_strategy.runtime.origin import Origin
+from goose_strategy.runtime.recast import main_from_weights, weights_from_main
 
 if TYPE_CHECKING:
     from goose_strategy.checkpoint.manifest import EntryPath, LocalTensor
@@ -69,6 +74,26 @@ def identity_of(model: ShardedModel) -> dict[str, str]:
     return {"class": ", ".join(type(lm).__name__ for _, lm in model.surgery.models)}
 
 
+def origins_of(model: ShardedModel) -> list[dict[str, Any]]:
+    """Return what an export of a saved model has to know of it, as plain values.
+
+    Raises:
+        ConfigError: If the model's weights were never loaded.
+    """
+    model.check_filled()
+    try:
+        return [asdict(Origin.of(prefix, lm)) for prefix, lm in model.surgery.models]
+    except TypeError as err:
+        # Training has gone on for hours; what cannot be exported later is saved all the same.
+        warnings.warn(
+            f"the checkpoint cannot be exported to the hub later: the model's config cannot be "
+            f"written as JSON ({err}).",
+            UserWarning,
+            stacklevel=2,
+        )
+        return []
+
+
 def optimizer_contents(
     entry: str, model: ShardedModel, optimizer: Optimizer
 ) -> tuple[list[LocalTensor], dict[EntryPath, Any]]:
@@ -84,7 +109,9 @@ def optimizer_contents(
     per_rank = all_gather_objects(_named_groups(model, optimizer), model.mesh.control)
     stages = [per_rank[model.mesh.layout.stage_rank(0, s)] for s in range(model.mesh.pp_size)]
     has_state = any(all_gather_objects(bool(tensors), model.mesh.control))
-    return tensors, optimizer_objects(entry, merged_groups(stages), has_state=has_state)
+    return tensors, optimizer_objects(
+        entry, merged_groups(stages, model.order_of(optimizer)), has_state=has_state
+    )
 
 
 def load_model_and_optimizers(
@@ -112,7 +139,9 @@ def load_model_and_optimizers(
     destinations: list[LocalTensor] = []
     states: dict[str, OptimizerState] = {}
     for entry, model in models.items():
-        destinations += model_tensors(entry, model)
+        own = [name for name, (owner, _) in optimizers.items() if owner is model]
+        destinations += weights_from_main(model_tensors(entry, model), checkpoint, own)
+    entries = {model: entry for entry, model in models.items()}
     for entry, (model, optimizer) in optimizers.items():
         ranges = owned_ranges(_shards(model, optimizer))
         state = empty_optimizer_state(
@@ -120,15 +149,18 @@ def load_model_and_optimizers(
         )
         states[entry] = state
         destinations += optimizer_tensors(entry, state, model.surgery.specs, mesh=model.mesh)
+        if model in entries:
+            specs = model.surgery.specs
+            destinations += main_from_weights(state, checkpoint, entries[model], ranges, specs)
     identity: dict[str, str] = {}
     for model in models.values():
         identity |= identity_of(model)
     groups: dict[str, Sequence[Mapping[str, Any]]] = {}
     for entry, (_, optimizer) in optimizers.items():
-        doing = f"loading {entry!r} of path='{checkpoint.path}'"
+        doing = f"loading {entry!r} of path={checkpoint.name!r}"
         check = partial(_checked_groups, checkpoint, entry, optimizer)
         groups[entry] = collect(mesh, doing, check)[mesh.rank]
-    load_tensors(
+    mismatch = load_tensors(
         checkpoint,
         destinations,
         mesh=mesh,
@@ -136,7 +168,8 @@ def load_model_and_optimizers(
         identity=identity,
         strict=strict,
     )
-    for model in models.values():
+    for entry, model in models.items():
+        _note_filled(model, entry, mismatch.missing)
         _take_over_weights(model)
     for entry, (model, optimizer) in optimizers.items():
         zero = _shards(model, optimizer)
@@ -178,7 +211,23 @@ def load_whole_state_dict(
                 for dim, (start, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
                     part = part.narrow(dim, start, length)
                 piece.copy_(part)
+    _note_filled(model, "model", [f"model.{name}" for name in missing])
     _take_over_weights(model)
+
+
+def _note_filled(model: ShardedModel, entry: str, missing: Sequence[str]) -> None:
+    """Note that weights which were on the meta device have values now.
+
+    Raises:
+        CheckpointError: If the checkpoint, loaded with ``strict=False``, does not hold all of them.
+    """
+    lost = sorted({f"{entry}.{name}" for name in model.unfilled} & {*missing})
+    if lost:
+        raise CheckpointError(
+            f"the model has no values for {listed(lost)}, and the checkpoint holds none; with "
+            "weights from the meta device it must hold them all."
+        )
+    model.unfilled = []
 
 
 def _take_over_weights(model: ShardedModel) -> None:

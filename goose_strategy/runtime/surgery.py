@@ -24,6 +24,7 @@ from goose_strategy.compat.transformers import (
     tied_parameters,
 )
 from goose_strategy.errors import PlanError
+from goose_strategy.hub.twin import runnable_twin
 from goose_strategy.mesh.shard import ShardSpec
 from goose_strategy.models.registry import plan_for
 from goose_strategy.models.verify import verify_plan
@@ -126,12 +127,12 @@ def operate(
     for second, first in tied_parameters(module).items():
         surgery.aliases.setdefault(first, []).append(second)
     plans = [plan_for(lm, config.tensor) if mesh.tp is not None else None for _, lm in models]
-    for (_, lm), plan in zip(models, plans, strict=True):
+    for index, ((_, lm), plan) in enumerate(zip(models, plans, strict=True)):
         if plan is not None:
             # Before the pipeline frees other stages' weights, so that a refusal changes nothing.
             check_cut(lm, plan, mesh.tp_size)
             if config.tensor.verify_plan and not plan.proved:
-                verify_plan(lm, plan, mesh)
+                plans[index] = verify_plan(lm, plan, mesh)
     if mesh.pp_size > 1:
         _cut_depth(surgery, module, mesh, config)
     inside: dict[str, ShardSpec] = {}
@@ -188,8 +189,16 @@ def _cut_depth(
             "pp=1."
         )
     _refuse_layerdrop(lm, mesh.pp_size)
+    if getattr(getattr(lm, "config", None), "output_router_logits", False):
+        raise PlanError(
+            f"output_router_logits=True adds a loss over the routers of all layers, but pp="
+            f"{mesh.pp_size} leaves each stage those of its own; set it to False in the model's "
+            "config, or use pp=1.",
+            axis="pp",
+        )
     owners = [m for m in lm.modules() if any(True for _ in m.parameters(recurse=False))]
-    info = probe_model(lm)
+    unread = any(param.is_meta for param in lm.parameters())
+    info = probe_model(runnable_twin(lm, mesh.device) if unread else lm)
     bounds = partition_layers(config.pipeline.partition, count_work(lm, info), mesh.pp_size)
     surgery.stage = cut_model(lm, info, bounds, mesh.pp_rank)
     surgery.emptied = [m for m in owners if not any(True for _ in m.parameters(recurse=False))]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from goose_strategy.comm.collectives import all_gather_objects
-from goose_strategy.errors import GooseError, PeerError
+from goose_strategy.errors import GooseError, PeerError, PlanError
 
 if TYPE_CHECKING:
     from goose_strategy.mesh.mesh import ParallelMesh
@@ -46,6 +46,26 @@ def agreed(mesh: ParallelMesh, step: Callable[[], T]) -> T:
         if failure is not None:
             raise _echo(rank, *failure)
     return value
+
+
+def equal_everywhere(mesh: ParallelMesh, value: object, what: str) -> None:
+    """Check that all ranks see the same. Collective.
+
+    Args:
+        mesh: The ranks.
+        value: This rank's, of a type that compares.
+        what: What it is, for the message.
+
+    Raises:
+        PlanError: On all ranks, if it differs.
+    """
+    values = all_gather_objects(value, mesh.control)
+    rank = next((r for r, other in enumerate(values) if other != values[0]), None)
+    if rank is not None:
+        raise PlanError(
+            f"rank {rank} and rank 0 see different things as {what}: {values[rank]} and "
+            f"{values[0]}; give all ranks the same."
+        )
 
 
 def _echo(rank: int, kind: type[Exception], text: str) -> GooseError:

@@ -35,6 +35,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.fabric.wrappers import _unwrap_objects
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as TrainerScriptLauncher,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "set_device_mesh",
     "set_world_ranks",
     "sync_if_available",
+    "unwrap_module",
     "unwrap_optimizer",
     "validate_keys_for_strict_loading",
     "without_mocks",
@@ -98,6 +100,12 @@ def set_device_mesh(module: Any, mesh: Any) -> None:
 def plugin_precision(plugin: Any) -> str:
     """Return the precision string of a precision plugin of either door."""
     return str(getattr(plugin, "precision", type(plugin).__name__))
+
+
+def unwrap_module(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the user's module behind Fabric's wrapper; any other module is returned as it is."""
+    inner: torch.nn.Module = _unwrap_objects(module)
+    return inner
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:

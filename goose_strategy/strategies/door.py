@@ -104,6 +104,10 @@ class Door:
             return obj
         return broadcast_object(obj, source=src, group=self.runtime.mesh.control)
 
+    def export(self, module: nn.Module, path: Any, settings: dict[str, Any]) -> None:
+        """Write a model for the hub; the module may be in Fabric's wrapper."""
+        self.runtime.export(compat.unwrap_module(module), path, **settings)
+
     def process_dataloader(self, dataloader: Any) -> Any:
         """Seed workers by data parallel rank; mark batches that no sampler controls."""
         if not self.runtime.started:

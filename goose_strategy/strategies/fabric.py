@@ -280,6 +280,14 @@ class Goose3DStrategy(ParallelStrategy):
             self.runtime, path, state, strict=strict, weights_only=weights_only
         )
 
+    def export(self, module: nn.Module, path: Any, **settings: Any) -> None:
+        """Write a set-up model for the hub; see `ParallelRuntime.export`. Collective."""
+        self._door.export(module, path, settings)
+
+    def export_adapter(self, module: nn.Module, path: Any, *, adapter: str = "default") -> None:
+        """Write one adapter of peft's as ``PeftModel.from_pretrained`` loads it. Collective."""
+        self.runtime.export_adapter(compat.unwrap_module(module), path, adapter=adapter)
+
     @override
     def teardown(self) -> None:
         self.runtime.stop()

@@ -25,6 +25,7 @@ from goose_strategy.runtime.state import (
     load_whole_state_dict,
     model_tensors,
     optimizer_contents,
+    origins_of,
 )
 from goose_strategy.strategies import compat
 
@@ -55,11 +56,13 @@ def save_fabric_state(
     objects: dict[EntryPath, Any] = {}
     meta: dict[str, Any] = {}
     identity: dict[str, str] = {}
+    origins: dict[str, list[dict[str, Any]]] = {}
     for name, value in state.items():
         model = runtime.model_of(value) if isinstance(value, nn.Module) else None
         if model is not None:
             tensors += model_tensors(name, model, keep.get(name))
             identity |= identity_of(model)
+            origins[name] = origins_of(model)
         elif isinstance(value, Optimizer) and (owner := runtime.owner_of(value)) is not None:
             more, groups = optimizer_contents(name, owner, compat.unwrap_optimizer(value))
             tensors += more
@@ -67,7 +70,9 @@ def save_fabric_state(
         else:
             meta[name] = _plain(value, keep.get(name))
     meta[RNG_KEY] = gather_rng_states(runtime.mesh, runtime.dropout_streams)
-    contents = Contents(tensors=tensors, meta=meta, objects=objects, identity=identity)
+    contents = Contents(
+        tensors=tensors, meta=meta, objects=objects, identity=identity, models=origins
+    )
     save_checkpoint(os.fspath(path), contents, mesh=runtime.mesh)
 
 

@@ -364,6 +364,14 @@ class Goose3DStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Do nothing: :meth:`load_checkpoint` has filled this rank's shards already."""
 
+    def export(self, module: nn.Module, path: Any, **settings: Any) -> None:
+        """Write a set-up model for the hub; see `ParallelRuntime.export`. Collective."""
+        self._door.export(module, path, settings)
+
+    def export_adapter(self, module: nn.Module, path: Any, *, adapter: str = "default") -> None:
+        """Write one adapter of peft's as ``PeftModel.from_pretrained`` loads it. Collective."""
+        self.runtime.export_adapter(compat.unwrap_module(module), path, adapter=adapter)
+
     @override
     def on_exception(self, exception: BaseException) -> None:
         # Refusals of a setting, a model or a checkpoint are raised on all ranks, and so is

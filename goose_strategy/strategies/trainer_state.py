@@ -23,6 +23,7 @@ from goose_strategy.runtime.state import (
     load_model_and_optimizers,
     model_tensors,
     optimizer_contents,
+    origins_of,
 )
 
 if TYPE_CHECKING:
@@ -63,7 +64,13 @@ def save_trainer_state(
         tensors += more
         objects |= groups
     meta[RNG_KEY] = gather_rng_states(runtime.mesh, runtime.dropout_streams)
-    contents = Contents(tensors=tensors, meta=meta, objects=objects, identity=identity_of(model))
+    contents = Contents(
+        tensors=tensors,
+        meta=meta,
+        objects=objects,
+        identity=identity_of(model),
+        models={WEIGHTS: origins_of(model)},
+    )
     save_checkpoint(os.fspath(path), contents, mesh=runtime.mesh)
 
 

@@ -25,7 +25,7 @@ class TensorConfig:
             and time of these layers once.
         rules: Rules laid over the family's plan: a module or parameter name with ``*`` for layer
             numbers -> ``"column"``, ``"row"``, ``"vocab"``, ``"head"``, ``"experts"``,
-            ``"partial"`` or ``"replicated"`` (see `Style`).
+            ``"gathered"``, ``"split"``, ``"partial"`` or ``"replicated"`` (see `Style`).
 
     Raises:
         ConfigError: If a rule names an unknown style.

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from goose_strategy.compat.peft import is_lora
 from goose_strategy.mesh.generators import Generators, State, changed, fingerprint
 from goose_strategy.tensor_parallel.plan import Style, parent_name
 
@@ -73,6 +74,10 @@ class LocalStream:
         self._generators.restore(shared)
         self._generators.advance(drew)
 
+    def before_adapters(self, _layer: nn.Module, _args: Any) -> None:
+        """Forward pre-hook of a layer with adapters, which may come after another column layer."""
+        self.leave()
+
     def after_column(self, layer: nn.Module, _args: Any, _output: Any) -> None:
         """Forward hook of a column layer."""
         if layer.training:
@@ -110,6 +115,9 @@ def hook_regions(
         for name, (layer, style) in work.items():
             if parent_name(name) != parent:
                 continue
+            if is_lora(layer):
+                # Its own dropout is of its input, which all ranks hold alike or slice alike.
+                handles.append(layer.register_forward_pre_hook(stream.before_adapters))
             if style in _BEGINS:
                 handles.append(layer.register_forward_hook(stream.after_column))
             elif style is Style.ROW:

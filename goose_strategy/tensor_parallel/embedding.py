@@ -85,26 +85,38 @@ class VocabParallelEmbedding(Converted, nn.Embedding):
         cut = self.cut
         if cut is None:
             return super().forward(input)
-        local = input - cut.start
-        elsewhere = (local < 0) | (local >= cut.length)
-        found = functional.embedding(
-            local.masked_fill_(elsewhere, 0), self.weight, self._local_padding(cut)
-        )
-        # The lookup is fresh and nothing in its backward needs its values.
-        found.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
-        return leave_island(found, self.group)
-
-    def _local_padding(self, cut: Cut) -> int | None:
-        """Return the row without gradient, if this rank holds it."""
-        if self.padding_idx is None or not cut.start <= self.padding_idx < cut.stop:
-            return None
-        return self.padding_idx - cut.start
+        return look_up(input, self.weight, cut, self.group, padding=self.padding_idx)
 
     def extra_repr(self) -> str:
         """Add this rank's rows to the embedding's description."""
         cut = self.cut
         rows = f"rows of this rank={cut.start}:{cut.stop}" if cut else "not cut"
         return f"{super().extra_repr()}, {rows}"
+
+
+def look_up(
+    ids: Tensor, table: Tensor, cut: Cut, group: ProcessGroup | None, *, padding: int | None
+) -> Tensor:
+    """Look ids up in a table of which each rank holds some rows.
+
+    Args:
+        ids: ``[...]``, int64 or int32, equal on all ranks.
+        table: This rank's rows, ``[vocab / tp, width]``.
+        cut: Which rows these are.
+        group: Ranks that hold the others.
+        padding: The id whose row gets no gradient, if there is one.
+
+    Returns:
+        ``[..., width]``, equal on all ranks.
+    """
+    local = ids - cut.start
+    elsewhere = (local < 0) | (local >= cut.length)
+    is_here = padding is not None and cut.start <= padding < cut.stop
+    own_padding = padding - cut.start if padding is not None and is_here else None
+    found = functional.embedding(local.masked_fill_(elsewhere, 0), table, own_padding)
+    # The lookup is fresh and nothing in its backward needs its values.
+    found.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+    return leave_island(found, group)
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from goose_strategy.comm.conjugate import gather_from_group
+from goose_strategy.compat.peft import layers_under
 from goose_strategy.compat.transformers import (
     bind_call,
     loss_function_of,
@@ -26,18 +27,19 @@ from goose_strategy.tensor_parallel.loss import CausalLMLoss, VocabSlice
 
 
 class HeadSwitch:
-    """Makes one head give local logits in calls whose loss is a `CausalLMLoss` for them.
+    """Makes a head give local logits in calls whose loss is a `CausalLMLoss` for them.
 
     A call that reaches the model's ``forward`` past its hooks gets whole logits unless it runs
     inside `local`; the loss takes both, so it is right either way.
 
     Args:
-        head: The head.
+        *layers: The head, and what adapters add to it.
         gather_logits: Whether the output of a call with labels carries whole logits.
     """
 
-    def __init__(self, head: ColumnParallelLinear, *, gather_logits: bool) -> None:
-        self.head = head
+    def __init__(self, *layers: ColumnParallelLinear, gather_logits: bool) -> None:
+        self.head = layers[0]
+        self._layers = layers
         self.gather_logits = gather_logits
         self._outer: list[bool] = []
 
@@ -52,11 +54,15 @@ class HeadSwitch:
     def local(self, wanted: bool = True) -> Iterator[None]:  # noqa: FBT001, FBT002
         """Make the head give local (or whole) logits inside the block."""
         outer = self.head.gathers_output
-        self.head.gathers_output = not wanted
+        self._gather(not wanted)
         try:
             yield
         finally:
-            self.head.gathers_output = outer
+            self._gather(outer)
+
+    def _gather(self, wanted: bool) -> None:  # noqa: FBT001
+        for layer in self._layers:
+            layer.gathers_output = wanted
 
     def finish(self, output: Any) -> Any:
         """Return ``output`` with whole logits, or without any, in place of local ones.
@@ -73,10 +79,10 @@ class HeadSwitch:
         if local:
             loss = loss_function_of(model)
             local = isinstance(loss, CausalLMLoss) and loss.vocabulary is not None
-        self.head.gathers_output = not local
+        self._gather(not local)
 
     def _after(self, _model: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        self.head.gathers_output = self._outer.pop()
+        self._gather(self._outer.pop())
         return self.finish(output)
 
     def _presentable(self, logits: Tensor) -> Tensor | None:
@@ -104,11 +110,13 @@ def causal_lm_loss(
     Returns:
         What to install as the model's ``loss_function``.
     """
-    if not isinstance(head, ColumnParallelLinear) or head.cut is None:
+    layers = [] if head is None else list(layers_under(head).values())
+    layer = layers[0] if layers else None
+    if not isinstance(layer, ColumnParallelLinear) or layer.cut is None:
         return CausalLMLoss(count=count)
-    cut = head.cut
+    cut = layer.cut
     return CausalLMLoss(
-        VocabSlice(head.group, start=cut.start, length=cut.length, size=cut.total),
+        VocabSlice(layer.group, start=cut.start, length=cut.length, size=cut.total),
         reuse_logits=not gather_logits,
         count=count,
     )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from goose_strategy.comm.conjugate import gather_from_group
+from goose_strategy.comm.conjugate import gather_from_group, split_to_group
 from goose_strategy.tensor_parallel.convert import Converted
 from goose_strategy.tensor_parallel.regions import enter_island, leave_island
 
@@ -165,15 +165,22 @@ class RowParallelLinear(Converted, nn.Linear):
     Attributes:
         group: Ranks that hold the other slices.
         cut: Which input features this rank holds.
+        splits_input: Whether the input is ``[..., in]`` on every rank.
     """
 
     plain: ClassVar[type[nn.Module]] = nn.Linear
     group: ProcessGroup | None = None
     cut: Cut | None = None
+    splits_input: bool = False
 
     @classmethod
     def convert(
-        cls, linear: nn.Linear, slicer: Slicer, group: ProcessGroup | None
+        cls,
+        linear: nn.Linear,
+        slicer: Slicer,
+        group: ProcessGroup | None,
+        *,
+        splits_input: bool = False,
     ) -> RowParallelLinear:
         """Cut ``linear`` in place.
 
@@ -181,22 +188,27 @@ class RowParallelLinear(Converted, nn.Linear):
             linear: A plain layer, equal on all ranks.
             slicer: Cuts the weight.
             group: The tensor-parallel group.
+            splits_input: See the class.
 
         Returns:
             The same object.
         """
-        return cls.adopt(linear, group=group, cut=slicer.cut(linear.weight, 1))
+        cut = slicer.cut(linear.weight, 1)
+        return cls.adopt(linear, group=group, cut=cut, splits_input=splits_input)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute the whole output from every rank's input features.
 
         Args:
-            input: ``[..., in / tp]``, this rank's slice.
+            input: ``[..., in / tp]``, this rank's slice; or ``[..., in]`` if it is split here.
 
         Returns:
             ``[..., out]``, equal on all ranks.
         """
-        output = leave_island(functional.linear(input, self.weight), self.group)
+        own = input
+        if self.splits_input and self.cut is not None:
+            own = split_to_group(input, self.group, dim=-1, sizes=self.cut.sizes)
+        output = leave_island(functional.linear(own, self.weight), self.group)
         bias: Tensor | None = self.bias
         # Under autocast the bias has the layer's precision, not that of its parameter.
         return output if bias is None else output.add_(bias.to(output.dtype))

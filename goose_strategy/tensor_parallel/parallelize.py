@@ -17,10 +17,9 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from goose_strategy.comm.collectives import all_gather_uneven
-from goose_strategy.compat.transformers import is_conv1d
+from goose_strategy.compat.peft import is_lora, layers_under
 from goose_strategy.errors import PlanError
 from goose_strategy.mesh.shard import ShardSpec
-from goose_strategy.tensor_parallel.conv1d import convert_column, convert_row
 from goose_strategy.tensor_parallel.counts import (
     argument_places,
     divide_counts,
@@ -28,13 +27,20 @@ from goose_strategy.tensor_parallel.counts import (
     set_count,
 )
 from goose_strategy.tensor_parallel.dropout import hook_regions
-from goose_strategy.tensor_parallel.embedding import VocabParallelEmbedding
-from goose_strategy.tensor_parallel.experts import DOWN, GATE_UP, check_experts, cut_experts
+from goose_strategy.tensor_parallel.experts import check_experts, cut_experts
 from goose_strategy.tensor_parallel.head import HeadSwitch
-from goose_strategy.tensor_parallel.linear import (
-    ColumnParallelLinear,
-    KeyValueLinear,
-    RowParallelLinear,
+from goose_strategy.tensor_parallel.layers import (
+    CUT,
+    HowCut,
+    check_layer,
+    convert_layer,
+    cut_dims,
+)
+from goose_strategy.tensor_parallel.lora import (
+    check_adapters,
+    cut_adapters,
+    enters_alone,
+    head_layers,
 )
 from goose_strategy.tensor_parallel.plan import Style, TensorPlan, generic_name, parent_name
 from goose_strategy.tensor_parallel.regions import enter_island
@@ -45,26 +51,6 @@ if TYPE_CHECKING:
     from goose_strategy.tensor_parallel.convert import Converted
 
 _RECORD = "_goose_tensor_parallel"
-# By style: the class for linear layers and embeddings, and the dimension of each parameter it cuts.
-_CLASSES: dict[Style, type[Converted]] = {
-    Style.COLUMN: ColumnParallelLinear,
-    Style.HEAD: ColumnParallelLinear,
-    Style.KEY_VALUE: KeyValueLinear,
-    Style.ROW: RowParallelLinear,
-    Style.VOCAB: VocabParallelEmbedding,
-}
-_CUT_DIMS: dict[Style, dict[str, int]] = {
-    Style.COLUMN: {"weight": 0, "bias": 0},
-    Style.HEAD: {"weight": 0, "bias": 0},
-    Style.ROW: {"weight": 1},
-    Style.VOCAB: {"weight": 0},
-    Style.EXPERTS: {GATE_UP: 1, DOWN: 2},
-}
-# ``Conv1D`` keeps its weight transposed.
-_CONV1D_DIMS: dict[Style, dict[str, int]] = {
-    Style.COLUMN: {"weight": 1, "bias": 0},
-    Style.ROW: {"weight": 0},
-}
 
 
 @dataclass
@@ -75,6 +61,7 @@ class _Record:
     slicer: Slicer
     converted: list[Converted] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
+    shares: set[Tensor] = field(default_factory=set)
     counts: list[Callable[[], None]] = field(default_factory=list)
     switch: HeadSwitch | None = None
 
@@ -120,9 +107,7 @@ def parallelize(
     _localise(model, plan, work, record)
     _hook_islands(model, plan, work, record)
     vars(model)[_RECORD] = record
-    return {
-        name: _spec(name, param, plan, record.slicer) for name, param in model.named_parameters()
-    }
+    return {name: _spec(name, param, plan, record) for name, param in model.named_parameters()}
 
 
 def undo(model: nn.Module) -> None:
@@ -162,12 +147,17 @@ def modules_to_cut(model: nn.Module, plan: TensorPlan) -> dict[str, tuple[nn.Mod
     found: dict[str, tuple[nn.Module, Style]] = {}
     for name, module in model.named_modules():
         style = plan.style_of(name)
-        if (style not in _CLASSES and style is not Style.EXPERTS) or _is_placeholder(module):
+        if _is_placeholder(module):
+            continue
+        is_cut = style in CUT
+        check_adapters(name, module, is_cut=is_cut)
+        if style is None or not is_cut:
             continue
         if style is Style.EXPERTS:
             check_experts(name, module)
-        elif not (is_conv1d(module) and style in _CONV1D_DIMS):
-            _CLASSES[style].check(name, module)
+        else:
+            for inside, layer in layers_under(module).items():
+                check_layer(f"{name}.{inside}" if inside else name, layer, style)
         found[name] = module, style
     return found
 
@@ -196,16 +186,25 @@ def check_cut(
             check_experts(name, module, tp)
         elif style is not Style.KEY_VALUE:
             _check_size(name, module, style, plan, tp)
+    for name, param in _numbers_per_head(model, plan):
+        if param.shape[0] % tp:
+            raise PlanError(
+                f"tp={tp} does not divide the {param.shape[0]} entries of {name}; choose a "
+                f"divisor of {param.shape[0]}.",
+                axis="tp",
+            )
     _check_shared(model, work)
     return work
 
 
 def _check_size(name: str, module: nn.Module, style: Style, plan: TensorPlan, tp: int) -> None:
     """Check that a layer, and each of the matrices that it is made of, can be cut."""
-    dim = _dims_of(module, style)["weight"]
-    size = module.get_parameter("weight").shape[dim]
-    if size < tp or (size % tp and style in (Style.COLUMN, Style.ROW)):
-        side = "input" if style is Style.ROW else "output"
+    layer = next(iter(layers_under(module).values()))
+    dim = cut_dims(layer, style)["weight"]
+    size = layer.get_parameter("weight").shape[dim]
+    is_row = style in (Style.ROW, Style.SPLIT)
+    if size < tp or (size % tp and (is_row or style in (Style.COLUMN, Style.GATHERED))):
+        side = "input" if is_row else "output"
         raise PlanError(
             f"tp={tp} does not divide the {size} {side} features of {name} of this {plan.family} "
             f"model; choose a divisor of {size}.",
@@ -214,18 +213,16 @@ def _check_size(name: str, module: nn.Module, style: Style, plan: TensorPlan, tp
     Cut(dim, size, tp, 0, plan.packed_of(name))
 
 
-def _dims_of(module: nn.Module, style: Style) -> dict[str, int]:
-    dims = _CONV1D_DIMS if is_conv1d(module) else _CUT_DIMS
-    return dims.get(style, {})
-
-
 def _check_shared(model: nn.Module, work: Mapping[str, tuple[nn.Module, Style]]) -> None:
     """Check that modules which share a parameter cut it alike."""
     seen: dict[Tensor, tuple[str, int | None]] = {}
+    styles = {
+        layer: style for module, style in work.values() for layer in layers_under(module).values()
+    }
     for name, module in model.named_modules():
-        style = work[name][1] if name in work else None
+        style = styles.get(module)
         for kind, param in module.named_parameters(recurse=False):
-            dim = None if style is None else _dims_of(module, style).get(kind)
+            dim = None if style is None else cut_dims(module, style).get(kind)
             other, other_dim = seen.setdefault(param, (name, dim))
             if other_dim != dim:
                 raise PlanError(
@@ -257,35 +254,36 @@ def _convert(
     record: _Record,
 ) -> None:
     """Cut every module of ``work``."""
-    group, slicer = record.group, record.slicer
-    module: Any
     for name, (module, style) in work.items():
-        alone = _island_of(name, plan) is None
-        packed = plan.packed_of(name)
-        converted: Converted
         if style is Style.EXPERTS:
-            record.handles += cut_experts(module, slicer, group)
+            record.handles += cut_experts(module, record.slicer, record.group)
             continue
-        if style is Style.COLUMN and is_conv1d(module):
-            converted = convert_column(module, slicer, group, copies_input=alone, packed=packed)
-        elif style is Style.ROW and is_conv1d(module):
-            converted = convert_row(module, slicer, group)
-        elif style is Style.COLUMN:
-            converted = ColumnParallelLinear.convert(
-                module, slicer, group, copies_input=alone, packed=packed
-            )
-        elif style is Style.ROW:
-            converted = RowParallelLinear.convert(module, slicer, group)
-        elif style is Style.KEY_VALUE:
-            heads = plan.kv_heads
-            converted = KeyValueLinear.convert(module, group, heads=heads, copies_input=alone)
-        elif style is Style.VOCAB:
-            converted = VocabParallelEmbedding.convert(module, slicer, group)
-        else:
-            converted = ColumnParallelLinear.convert(module, slicer, group, gathers_output=True)
-            record.switch = HeadSwitch(converted, gather_logits=plan.gather_logits)
+        alone, packed = _island_of(name, plan) is None, plan.packed_of(name)
+        if alone and (handle := enters_alone(module, style, record.group)) is not None:
+            record.handles.append(handle)
+            alone = False
+        how = HowCut(style, copies_input=alone, packed=packed, kv_heads=plan.kv_heads)
+        for layer in layers_under(module).values():
+            record.converted.append(convert_layer(layer, how, record.slicer, record.group))
+        if is_lora(module):
+            adapted = cut_adapters(module, how, record.slicer, record.group)
+            record.converted += adapted.converted
+            record.handles += adapted.handles
+            record.shares.update(adapted.shares)
+        if style is Style.HEAD:
+            record.switch = HeadSwitch(*head_layers(module), gather_logits=plan.gather_logits)
             record.handles += record.switch.attach(model)
-        record.converted.append(converted)
+    for _, param in _numbers_per_head(model, plan):
+        record.slicer.cut(param, 0)
+
+
+def _numbers_per_head(model: nn.Module, plan: TensorPlan) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that a rule names themselves as cut, such as attention sinks."""
+    return [
+        (name, param)
+        for name, param in model.named_parameters()
+        if plan.style_of(name) is Style.COLUMN and param.numel()
+    ]
 
 
 def _localise(
@@ -372,10 +370,11 @@ def _entry(
     return enter
 
 
-def _spec(name: str, param: Tensor, plan: TensorPlan, slicer: Slicer) -> ShardSpec:
+def _spec(name: str, param: Tensor, plan: TensorPlan, record: _Record) -> ShardSpec:
     """Describe one parameter of a cut model."""
-    cut = slicer.get(param)
+    cut = record.slicer.get(param)
     if cut is not None:
         return cut.spec(name, param)
-    partial = plan.whole_style(name) is Style.PARTIAL and param.numel() > 0
+    is_share = plan.whole_style(name) is Style.PARTIAL or param in record.shares
+    partial = is_share and param.numel() > 0
     return ShardSpec.replicated(name, param, tp_partial=partial)

@@ -27,6 +27,10 @@ class Style(StrEnum):
     """A linear layer whose input features are cut; its output is summed over tp."""
     VOCAB = "vocab"
     """An embedding whose rows (the vocabulary) are cut; its output is summed over tp."""
+    GATHERED = "gathered"
+    """A column layer whose output is put together again, for modules that need all of it."""
+    SPLIT = "split"
+    """A row layer whose input is whole: each rank takes its slice of it."""
     KEY_VALUE = "key_value"
     """A linear layer of fewer key or value heads than tp ranks: kept whole, of its output each rank
     computes the one head that its queries use."""
@@ -95,6 +99,7 @@ class TensorPlan:
         attention: What else is known of the attention modules.
         kv_heads: Key and value heads of layers with `Style.KEY_VALUE`.
         whole_attention: Leave attention whole where tp does not divide its heads.
+        guessed: Rules that nobody gave: `Style.PARTIAL` until it was tried out.
         proved: Whether it was compared with one process; others are tried out before their use.
         gather_logits: Whether the output carries whole logits even when labels are passed.
     """
@@ -107,6 +112,7 @@ class TensorPlan:
     attention: Attention | None = None
     kv_heads: int = 1
     whole_attention: bool = False
+    guessed: frozenset[str] = frozenset()
     proved: bool = False
     gather_logits: bool = False
 

@@ -1,10 +1,10 @@
 """Entering and leaving an island of cut layers, without copies.
 
-``comm.conjugate`` has the same pair for any tensor and therefore clones before it reduces. Here the
-tensor is known to be fresh: what leaves an island is the output of the row layer's matrix product,
-and the gradient that comes back to its entry is the sum of the matrix products of its column
-layers' backwards, which autograd accumulated in one buffer. Both are summed in place: one
-all-reduce per island and direction (``f`` and ``g`` of Shoeybi et al. 2019, arXiv:1909.08053).
+A pair for any tensor would have to clone before it reduces. Here the tensor is known to be fresh:
+what leaves an island is the output of the row layer's matrix product, and the gradient that comes
+back to its entry is the sum of the matrix products of its column layers' backwards, which autograd
+accumulated in one buffer. Both are summed in place: one all-reduce per island and direction (``f``
+and ``g`` of Shoeybi et al. 2019, arXiv:1909.08053).
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from goose_strategy.checkpoint.folder import META_FILE, PICKLED_FILE
-from goose_strategy.checkpoint.load import load_tensors, open_checkpoint
+from goose_strategy.checkpoint.load import load_tensors, open_alone, open_checkpoint
 from goose_strategy.checkpoint.manifest import LocalTensor
 from goose_strategy.checkpoint.state import empty_optimizer_state, optimizer_tensors
+from goose_strategy.errors import CheckpointError
 from goose_strategy.mesh.shard import ShardSpec
 from tests.checkpoint.toy import (
     BUFFER,
@@ -298,3 +299,23 @@ def test_an_optimizer_state_is_not_dropped_silently(saved: dict[Any, Path]) -> N
     assert one == other
     assert "optimizer.state.embed.weight.exp_avg is in the checkpoint only" in one
     assert "and 58 more" in one
+
+
+def test_one_process_opens_what_many_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    run_ranks(save_toy, 4, (2, 2, 1), path)
+    checkpoint = open_alone(path)
+    stored = checkpoint.tensors[f"model.{EMBED}"]
+    out = torch.empty(stored.shape)
+    checkpoint.read([LocalTensor.whole(stored.path, out)])
+    assert torch.equal(out, whole(EMBED))
+    assert f"model.{HEAD}" in checkpoint.tensors
+    data = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    raw = bytearray(data.read_bytes())
+    raw[-1] ^= 1
+    data.write_bytes(raw)
+    with pytest.raises(CheckpointError, match="crc32"):
+        open_alone(path)
+    open_alone(path, verify=False)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        open_alone(tmp_path / "absent")

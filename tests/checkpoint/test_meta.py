@@ -152,3 +152,13 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
         assert (entries, read) == (SAFE, good)
     # The zip format has padding and dates, which carry nothing.
     assert survived < len(data) / 7 / 2
+
+
+def test_descriptions_of_models_are_kept_and_old_records_have_none(tmp_path: Path) -> None:
+    models = {"model": [{"prefix": "lm", "transforms": None, "names": ("a", "b")}]}
+    write_meta(tmp_path, {}, record(models=models))
+    _, read = load_meta(tmp_path)
+    assert read.models == models
+    old = record().plain()
+    del old["models"]
+    assert Record.parse(old, tmp_path).models == {}

@@ -194,6 +194,13 @@ def test_any_boxes_are_read_into_any_others(ranks: list[list[Box]], into: str) -
         assert torch.equal(piece, block(WHOLE, box))
 
 
+def test_two_places_may_want_the_same_tensor() -> None:
+    first, second = wanted(Box((0, 0), (4, 6))), wanted(Box((1, 2), (2, 3)))
+    Saved([[part(LEFT)], [part(RIGHT)]]).load(first, second)
+    for box, piece in (*first.pieces, *second.pieces):
+        assert torch.equal(piece, block(WHOLE, box))
+
+
 def test_each_element_is_read_once_and_only_what_overlaps() -> None:
     saved = Saved([[part(*FLAT)], [part(*REST)]])
     planner = BoxLoadPlanner(saved.metadata, [wanted(Box((0, 0), (2, 3)))])

@@ -1,11 +1,18 @@
 """What breaks when torch moves its private APIs: each test names the user of one."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from goose_strategy.compat.torch import clone_store, default_store, inside_backward
+from goose_strategy.compat.torch import (
+    clone_store,
+    default_store,
+    inside_backward,
+    plain_functions,
+)
 from tests.harness.world import run_ranks
 
 
@@ -25,6 +32,22 @@ def test_the_watchdog_finds_the_ranks_store_and_opens_a_second_connection():
 def test_without_a_world_there_is_no_store():
     with pytest.raises(RuntimeError, match="there is no default process group"):
         default_store()
+
+
+class _Counted(torch.Tensor):
+    calls: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.calls.append(func.__name__)
+        with plain_functions():
+            return func(*args, **(kwargs or {}))
+
+
+def test_a_guarded_parameter_calls_torch_without_coming_back_to_itself():
+    tensor = torch.ones(2).as_subclass(_Counted)
+    assert type(torch.add(tensor, 1)) is torch.Tensor
+    assert _Counted.calls.count("add") == 1
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

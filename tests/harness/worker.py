@@ -249,7 +249,8 @@ def _call(task: bytes, place: Place) -> Any:
 
 def _check_threads(before: set[threading.Thread]) -> None:
     for thread in set(threading.enumerate()) - before:
-        if thread.name.startswith("Dummy") or type(thread).__name__ == "TMonitor":
+        # fsspec keeps one thread for the whole process, once a file system needs it.
+        if thread.name.startswith(("Dummy", "fsspecIO")) or type(thread).__name__ == "TMonitor":
             continue
         thread.join(timeout=2)
         if thread.is_alive():

@@ -123,6 +123,15 @@ def test_settings_reach_the_plan() -> None:
     assert plan.style_of("model.layers.3.mlp") is Style.REPLICATED
 
 
+_LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -133,11 +142,11 @@ def test_settings_reach_the_plan() -> None:
             r"no tensor-parallel plan for the family 'mpt'.*bloom, falcon, .*, qwen3",
         ),
         (
-            lambda: _other("Olmo2"),
-            r"self_attn\.q_proj='colwise_gather_output'.*'olmo2' is not supported outside of the",
+            lambda: _other("MiniCPM3", **_LATENT),
+            r"kv_a_proj_with_mqa='mla_kv_a_proj': this style of .*'minicpm3' is not supported",
         ),
     ],
-    ids=["no plan", "head style inside"],
+    ids=["no plan", "another style"],
 )
 def test_what_is_not_supported_is_refused_by_name(model: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
@@ -174,6 +183,10 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "Cohere": {"logit_scale": 0.25},
     "Phi": {"num_key_value_heads": 4},
     "Apertus": {},
+    # Its norms of all queries and keys together need them gathered.
+    "Olmo2": {},
+    # Attention sinks: one number for each head.
+    "GraniteSWA": {},
 }
 _CONFIGS = {"Apertus": TensorConfig(rules={"model.layers.*.mlp.act_fn": "partial"})}
 

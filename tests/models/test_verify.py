@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from goose_strategy.errors import PlanError
 from goose_strategy.models.registry import plan_for
@@ -43,6 +44,61 @@ def _stack(family: str) -> str:
 @pytest.mark.parametrize("family", EVERY)
 def test_the_plans_of_the_proved_families_pass(family: str) -> None:
     assert run_ranks(_verdict, 2, family, {}) == ["right"] * 2
+
+
+def _kinds_of(name: str) -> Any:
+    """A model whose mixture begins after two dense layers, or with parameters in its MLP."""
+    settings: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "pad_token_id": 0,
+    }
+    mixture = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 2,
+    }
+    config_class = getattr(transformers, f"{name}Config")
+    config = config_class(**settings, **(mixture if name == "Dots1" else {}))
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+@with_mesh
+def _found(_ctx: Context, mesh: Any, name: str) -> dict[str, Style]:
+    model = _kinds_of(name)
+    plan = plan_for(model)
+    found = verify_plan(model, plan, mesh)
+    assert not found.guessed
+    return {pattern: found.rules[pattern] for pattern in plan.guessed}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Dots1", {"model.layers.*.mlp.gate.weight": Style.REPLICATED}),
+        (
+            "Apertus",
+            {
+                "model.layers.*.mlp.act_fn.alpha_p": Style.PARTIAL,
+                "model.layers.*.mlp.act_fn.alpha_n": Style.PARTIAL,
+            },
+        ),
+    ],
+)
+def test_how_gradients_arise_is_found_out(name: str, expected: dict[str, Style]) -> None:
+    """A router beside a dense MLP is whole; numbers inside of an activation see a share."""
+    for found in run_ranks(_found, 2, name):
+        assert expected.items() <= found.items()
 
 
 QK = "model.layers.*.self_attn"

@@ -56,6 +56,18 @@ def microbatch_dropped(_mesh: ParallelMesh) -> AbstractContextManager[object]:
     return patch.object(pipeline, "split_batch", lambda *args, **kw: split(*args, **kw)[:-1])
 
 
+def labels_of_another_microbatch(_mesh: ParallelMesh) -> AbstractContextManager[object]:
+    """The outputs of one microbatch meet the labels of the next (DeepSpeed's issue 5729)."""
+    split = pipeline.split_batch
+
+    def rotated(*args: Any, **kw: Any) -> Any:
+        parts = split(*args, **kw)
+        labels = [part["labels"] for part in parts]
+        return [part | {"labels": labels[i - 1]} for i, part in enumerate(parts)]
+
+    return patch.object(pipeline, "split_batch", rotated)
+
+
 def microbatch_without_backward(_mesh: ParallelMesh) -> AbstractContextManager[object]:
     """The loss counts every microbatch, but the gradients miss the first one."""
     backward = engine._Step.backward
@@ -146,6 +158,7 @@ PLANTS: list[tuple[Plant, Case, str]] = [
     (partial_gradient_not_summed, replace(CUBE, family="qwen3"), rf"^{DIFFERENT} .*[qk]_norm"),
     (partial_gradient_not_summed, Case("qwen3", tp=4, steps=1), rf"^{DIFFERENT} .*[qk]_norm"),
     (microbatch_dropped, CUBE, r"^losses: number 0"),
+    (labels_of_another_microbatch, Case(pp=2, microbatches=2, steps=1), r"^losses: number 0"),
     (microbatch_without_backward, CUBE, r"^gradients of step 0: \d+ of \d+ tensors"),
     (microbatch_without_backward, Case(pp=2, steps=1), r"^gradients of step 0: \d+ of \d+ tensors"),
     (norm_per_stage, replace(CUBE, max_norm=0.5), r"^norms of rank 4 and of rank 0 differ"),

@@ -12,7 +12,7 @@ import copy
 import torch
 from torch import nn
 
-from goose_strategy.pipeline_parallel.ghost import drop_hooks, make_ghosts
+from goose_strategy.pipeline_parallel.ghost import drop_hooks, make_ghosts, place_ghosts
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
@@ -89,3 +89,13 @@ def test_hooks_are_dropped() -> None:
     drop_hooks(linear)
     linear(torch.ones(1, 2, requires_grad=True)).sum().backward()
     assert called == []
+
+
+def test_ghosts_of_a_model_cut_on_the_meta_device_are_placed() -> None:
+    model = nn.Sequential(ghostly(), ghostly().to("meta"), nn.Linear(2, 2, device="meta"))
+    kept = model[0].weight
+    place_ghosts(model, torch.device("cpu"))
+    assert model[0].weight is kept
+    assert torch.equal(model[1].weight, torch.zeros(1000, 16))
+    assert bytes_of(model[1].weight) == 4
+    assert model[2].weight.is_meta

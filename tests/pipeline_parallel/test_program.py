@@ -7,11 +7,11 @@ import pytest
 from goose_strategy.errors import ConfigError, ScheduleError
 from goose_strategy.pipeline_parallel.program import (
     add_messages,
-    check_messages,
     program,
     stage_program,
 )
 from goose_strategy.pipeline_parallel.schedule import SCHEDULES, Action, Kind, Table, gpipe
+from goose_strategy.pipeline_parallel.tables.checks import check_messages
 
 
 def row(text: str) -> tuple[Action, ...]:

@@ -11,13 +11,13 @@ from goose_strategy.pipeline_parallel.schedule import (
     SCHEDULES,
     Action,
     Kind,
-    check_table,
-    draw,
     forward_only,
     gpipe,
     one_f_one_b,
-    peak_activations,
 )
+from goose_strategy.pipeline_parallel.tables.checks import check_table
+from goose_strategy.pipeline_parallel.tables.peaks import peak_activations
+from goose_strategy.pipeline_parallel.tables.simulate import draw
 
 
 def staircase(text: str) -> str:
@@ -95,6 +95,8 @@ def test_actions_are_written_as_torch_writes_them() -> None:
     for kind in Kind:
         text = str(Action(2, kind, 13))
         assert Action.parse(text) == Action(2, kind, 13)
+        if kind in (Kind.RECOMPUTE, Kind.TIE):
+            continue  # torch has neither.
         theirs = schedules._Action.from_str(text)
         assert str(theirs) == text
 
@@ -103,24 +105,3 @@ def test_actions_are_written_as_torch_writes_them() -> None:
 def test_what_is_no_action_is_refused(text: str) -> None:
     with pytest.raises(ScheduleError, match="is not of the form <stage><kind><microbatch>"):
         Action.parse(text)
-
-
-def parse(*rows: str) -> tuple[tuple[Action, ...], ...]:
-    return tuple(tuple(Action.parse(text) for text in row.split()) for row in rows)
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (("0F0 0B0", "1F0 1F0 1B0"), r"stage 1 runs F for microbatches \[0, 0\]"),
-        (("0F0 0B0", "1F0"), r"stage 1 runs B for microbatches \[\]"),
-        (("0B0 0F0", "1F0 1B0"), "0B0 comes before 0F0"),
-        (("0F0 0F1 0B0 0B1", "1F1 1F0 1B0 1B1"), r"takes F in the order \[1, 0\], stage 0 in"),
-        (("0F0 1B0", "1F0 1B0"), "1B0 does not belong into row 0"),
-        (("0F0 0SEND_F0 0B0", "1F0 1B0"), "0SEND_F0 does not belong into row 0"),
-    ],
-)
-def test_a_wrong_table_is_refused(rows: tuple[str, ...], message: str) -> None:
-    microbatches = 2 if "0F1" in rows[0] else 1
-    with pytest.raises(ScheduleError, match=message):
-        check_table(parse(*rows), microbatches)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from goose_strategy.pipeline_parallel.balance import count_work
 from goose_strategy.pipeline_parallel.config import PipelineConfig
 from goose_strategy.pipeline_parallel.engine import Engine, StepResult
 from goose_strategy.pipeline_parallel.links import StageLinks
@@ -132,7 +133,7 @@ def make_pipeline(
     """Cut copies of a model into stages and link them; ``model`` itself stays whole."""
     config = config or PipelineConfig()
     info = probe_model(model, example)
-    bounds = partition_layers(config.partition, info.num_layers, pp)
+    bounds = partition_layers(config.partition, count_work(model, info), pp)
     stages = [cut_model(copy.deepcopy(model), info, bounds, stage) for stage in range(pp)]
     forward = [QueueLink() for _ in range(pp - 1)]
     backward = [QueueLink() for _ in range(pp - 1)]

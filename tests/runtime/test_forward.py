@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from goose_strategy.errors import BatchError, ConfigError
-from tests.harness.compare import token_loss
-from tests.harness.models import batches, rows_of, tiny_model
+from goose_strategy.errors import BatchError, ConfigError, PlanError
+from tests.harness.compare import named_gradients, token_loss
+from tests.harness.models import batches, microbatches_of, rows_of, tiny_model
 from tests.harness.worker import Context
 from tests.harness.world import run_ranks
 from tests.runtime.start import message, started
@@ -213,3 +213,62 @@ def test_a_copy_of_a_shard_is_refused(tp: int, pp: int) -> None:
     for text in run_ranks(_copied, 2, tp, pp):
         assert "LlamaForCausalLM is a shard" in text
         assert "cannot be deep-copied" in text
+
+
+COEFFICIENT = 0.1
+
+
+def _mixture() -> Any:
+    settings = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
+    return tiny_model("mixtral", **settings)
+
+
+def _balanced(_ctx: Context, tp: int, listed: bool) -> tuple[float, dict[str, Tensor]]:
+    with started(tp, 1) as runtime:
+        model = _mixture()
+        handle = runtime.shard_module(model)
+        batch = rows_of(batches(1)[0], runtime.mesh.dp_rank, runtime.mesh.dp_size)
+        parts = list(microbatches_of(batch, 2))
+        output = model(parts) if listed else model(**batch)
+        with runtime.backward(output.loss):
+            output.loss.backward()
+        assert handle.reducer is not None
+        assert model.router_aux_loss_coef == COEFFICIENT
+        gates = handle.reducer.full_gradients()
+        return output.loss.item(), {n: g for n, g in gates.items() if "gate.weight" in n}
+
+
+@pytest.mark.parametrize(("tp", "world", "listed"), [(2, 2, False), (1, 2, False), (1, 2, True)])
+def test_the_load_balancing_loss_is_the_mean_of_the_calls(
+    tp: int, world: int, listed: bool
+) -> None:
+    model, batch = _mixture(), batches(1)[0]
+    dp = world // tp
+    calls = list(microbatches_of(batch, dp * (2 if listed else 1)))
+    every = [model(**plain(part)) for part in calls]
+    logits = torch.cat([output.logits for output in every])
+    loss = token_loss(logits, batch["labels"])
+    loss = loss + COEFFICIENT * torch.stack([output.aux_loss for output in every]).mean()
+    loss.backward()
+    expected = {n: g for n, g in named_gradients(model).items() if "gate.weight" in n}
+    for mine, gates in run_ranks(_balanced, world, tp, listed):
+        # transformers takes the softmax of the routers' logits in fp32 there.
+        assert mine == pytest.approx(loss.item(), rel=1e-7)
+        assert gates.keys() == expected.keys()
+        for name, gradient in gates.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-6, atol=1e-9)
+
+
+def _staged(_ctx: Context) -> dict[str, str]:
+    with started(1, 2) as runtime:
+        in_config = message(lambda: runtime.shard_module(_mixture()), PlanError)
+        model = tiny_model("mixtral")
+        runtime.shard_module(model)
+        batch = {**batches(1)[0], "output_router_logits": True}
+        return {"config": in_config, "call": message(lambda: model(**batch), BatchError)}
+
+
+def test_a_pipeline_refuses_a_loss_over_all_routers() -> None:
+    for found in run_ranks(_staged, 2):
+        assert "output_router_logits=True adds a loss over the routers of all" in found["config"]
+        assert "output_router_logits=True adds a loss over the routers of all" in found["call"]

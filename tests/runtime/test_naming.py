@@ -11,7 +11,9 @@ from torch.optim import SGD, AdamW
 
 from goose_strategy.errors import ConfigError
 from goose_strategy.runtime.naming import (
+    check_storages,
     check_ties,
+    orders_of,
     owners,
     record_groups,
     refill_groups,
@@ -35,6 +37,31 @@ def test_groups_are_remembered_by_name() -> None:
     module = two_layers()
     assert record_groups(module, [grouped(module)]) == [[["0.weight", "0.bias"], ["1.weight"]]]
     assert record_groups(module, []) == []
+
+
+def test_places_are_those_in_each_optimizer_and_in_the_module() -> None:
+    module = two_layers()
+    optimizer = SGD(list(module.parameters())[::-1], 0.1)
+    orders = orders_of(module, [optimizer], record_groups(module, [optimizer]))
+    names = [name for name, _ in module.named_parameters()]
+    assert list(orders[None]) == names
+    assert list(orders[optimizer]) == names[::-1]
+
+
+def test_two_parameters_over_the_same_memory_are_refused() -> None:
+    module = two_layers()
+    check_storages(module)
+    module[1].weight = nn.Parameter(module[0].weight.detach().t()[:, :1].t())
+    with pytest.raises(ConfigError, match=r"parameters 0\.weight and 1\.weight are two tensors"):
+        check_storages(module)
+    module.requires_grad_(False)
+    check_storages(module)
+
+
+def test_one_parameter_in_two_places_is_no_shared_memory() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+    check_storages(module)
 
 
 def test_foreign_parameters_are_refused() -> None:

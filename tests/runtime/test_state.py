@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from goose_strategy.runtime.state import (
     load_whole_state_dict,
     model_tensors,
     optimizer_contents,
+    origins_of,
 )
 from tests.harness.models import batches, tiny_model
 from tests.harness.worker import Context
@@ -135,3 +137,22 @@ def test_weights_and_optimizers_come_back() -> None:
         assert found["params"]
         assert found["steps"] == [1.0] * len(found["steps"]) != []
         assert "'optimizer' has 1 parameter groups in the checkpoint, but 2 here" in found["groups"]
+
+
+def _undescribed(ctx: Context) -> Any:
+    with started(1, 1) as runtime:
+        model = tiny_model("llama")
+        handle = runtime.shard_module(model)
+        (plain,) = origins_of(handle)
+        model.config.extra = {1, 2}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            nothing = origins_of(handle)
+        return plain["kind"], nothing, [str(warning.message) for warning in caught]
+
+
+def test_a_config_that_cannot_be_written_does_not_keep_a_checkpoint_from_being_saved() -> None:
+    ((kind, nothing, (warning,)),) = run_ranks(_undescribed, 1)
+    assert kind == "LlamaForCausalLM"
+    assert nothing == []
+    assert "cannot be exported to the hub later" in warning

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from goose_strategy.errors import ConfigError, GooseError, PeerError, PlanError
-from goose_strategy.runtime.verdict import agreed
+from goose_strategy.runtime.verdict import agreed, equal_everywhere
 from tests.harness.worker import Context
 from tests.harness.world import run_ranks
-from tests.runtime.start import mesh_of
+from tests.runtime.start import mesh_of, message
 
 
 def _refuse(ctx: Context) -> list[Any]:
@@ -55,3 +55,14 @@ def _alone(ctx: Context) -> None:
 
 def test_a_rank_alone_asks_nobody() -> None:
     run_ranks(_alone, 1)
+
+
+def _compare(ctx: Context) -> str:
+    with mesh_of(dp=2) as mesh:
+        equal_everywhere(mesh, [1, 2], "a list")
+        return message(lambda: equal_everywhere(mesh, ctx.rank, "a number"), PlanError)
+
+
+def test_all_ranks_refuse_what_one_sees_otherwise() -> None:
+    expected = "rank 1 and rank 0 see different things as a number: 1 and 0; give"
+    assert all(text.startswith(expected) for text in run_ranks(_compare, 2))

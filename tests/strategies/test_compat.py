@@ -25,7 +25,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.fabric.wrappers import _FabricOptimizer
+from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import precision as trainer_precision
@@ -159,6 +159,12 @@ def test_both_wrappers_keep_the_optimizer_under_one_name() -> None:
         compat.unwrap_optimizer(object())
 
 
+def test_a_module_is_found_behind_fabrics_wrapper() -> None:
+    module = nn.Linear(1, 1)
+    assert compat.unwrap_module(module) is module
+    assert compat.unwrap_module(_FabricModule(module, strategy=None)) is module  # type: ignore[arg-type]
+
+
 def test_the_stand_in_for_no_optimizer_is_known() -> None:
     # A LightningModule whose configure_optimizers returns None gets one; its tensor is nobody's.
     real = SGD(nn.Linear(1, 1).parameters(), lr=0.1)
@@ -206,3 +212,9 @@ def test_torchs_tensors_have_the_types_that_reduce() -> None:
     # _sync_ddp_if_available returns its argument where no group exists.
     value = torch.ones(())
     assert compat.sync_if_available(value, None, reduce_op="mean") is value
+
+
+def test_an_export_finds_the_module_in_fabrics_wrapper() -> None:
+    module = nn.Linear(2, 2)
+    assert compat.unwrap_module(module) is module
+    assert compat.unwrap_module(_FabricModule(module, strategy=None)) is module

@@ -1,0 +1,1 @@
+"""Read and write the checkpoints of the Hugging Face hub."""
