@@ -2,6 +2,9 @@
 # make real    install, then fine-tune a pretrained model in two layouts beside one process
 # make test    install, then lint, types, structure and all tests
 #
+# make lightning-compat SRC=path/of/a/checkout/of/pytorch-lightning
+#              run Lightning's own tests of ddp with goose3d in its place
+#
 # PYTHON=python3.12 make ...   chooses the interpreter of the environment (3.11 or newer).
 
 PYTHON ?= python3
@@ -9,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: venv train real test lint types structure clean
+.PHONY: venv train real test lint types structure lightning-compat clean
 
 venv: $(INSTALLED)
 
@@ -38,6 +41,10 @@ types: venv
 structure: venv
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/architecture
+
+lightning-compat: venv
+	@test -d "$(SRC)/tests" || { echo "use make lightning-compat SRC=path/of/a/checkout/of/pytorch-lightning"; exit 2; }
+	$(BIN)/python -m tests.lightning_compat $(SRC)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

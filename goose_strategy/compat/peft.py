@@ -134,6 +134,11 @@ def active_adapters(module: nn.Module) -> list[str]:
     return [] if layer.disable_adapters else list(layer.active_adapters)
 
 
+def merged_adapters(module: nn.Module) -> list[str]:
+    """Return the adapters of a layer that are added to its weights at present."""
+    return list(getattr(module, "merged_adapters", []))
+
+
 def peft_models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield name and module of every ``PeftModel`` in a module tree."""
     models = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)

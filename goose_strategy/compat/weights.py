@@ -68,6 +68,50 @@ class Conversion:
         return {n: t[0] if isinstance(t, (list, tuple)) else t for n, t in made.items()}
 
 
+def parts_of(
+    conversion: Conversion, shapes: Mapping[str, tuple[int, ...]]
+) -> list[tuple[str, tuple[int, ...], bool]] | None:
+    """Say where each source lies in the tensor that a conversion makes, if it is left as it is.
+
+    That is so for experts, which the files hold one by one: stacked, and of several matrices each,
+    one behind the other. Slices of them can be read without making the whole.
+
+    Args:
+        conversion: The conversion.
+        shapes: Shape of every source, by key.
+
+    Returns:
+        Key, where its first element lies in what is made, and whether it is stacked (has one
+        dimension less); ``None`` if the conversion does anything else.
+    """
+    operations = conversion.converter.operations
+    kinds = [type(operation).__name__ for operation in operations]
+    stacked = kinds[:1] == ["MergeModulelist"] and operations[0].dim == 0
+    joins = kinds[1:] if stacked else kinds
+    by_pattern: dict[str, list[str]] = {}
+    for key, pattern in conversion.sources:
+        by_pattern.setdefault(pattern, []).append(key)
+    patterns = [p for p in conversion.converter.source_patterns if p in by_pattern]
+    plain_join = joins == ["Concatenate"] and operations[-1].num_shards_attribute is None
+    alone = joins == [] and stacked and len(patterns) == 1
+    if len(conversion.makes) != 1 or not (plain_join or alone):
+        return None
+    dim = operations[-1].dim if plain_join else 0
+    found: list[tuple[str, tuple[int, ...], bool]] = []
+    begin = 0
+    for pattern in patterns:
+        keys = by_pattern[pattern]
+        if (not stacked and len(keys) != 1) or dim < stacked * plain_join:
+            return None
+        for index, key in enumerate(keys):
+            offsets = [index] * stacked + [0] * len(shapes[key])
+            if plain_join:
+                offsets[dim] = begin
+            found.append((key, tuple(offsets), stacked))
+        begin += shapes[keys[0]][dim - stacked] if plain_join else 0
+    return found
+
+
 @dataclass
 class KeyMap:
     """Which keys of a checkpoint make which tensors of a model.

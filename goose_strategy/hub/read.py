@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from goose_strategy.compat.transformers import pretrained_models
-from goose_strategy.compat.weights import compute_buffers, meta_model
+from goose_strategy.compat.weights import compute_buffers, meta_model, parts_of
 from goose_strategy.errors import CheckpointError, PlanError
 from goose_strategy.hub.plan import LoadPlan, carried, detach, listed
 from goose_strategy.hub.unread import forget_name, unguarded
@@ -27,8 +27,12 @@ _CHUNK = 1 << 22
 class _Wanted(NamedTuple):
     """A tensor of this rank and the blocks that it wants of the whole one."""
 
+    name: str
     pieces: list[tuple[Box, Tensor]]
     whole: tuple[int, ...]
+
+
+Part: TypeAlias = tuple[str, tuple[int, ...], bool]
 
 
 def is_unread(module: nn.Module) -> bool:
@@ -111,7 +115,8 @@ def materialize(
             unfilled.append(name)
         else:
             pieces = spec.pieces(param.detach())
-            wanted.setdefault(id(plan), {})[source] = _Wanted(pieces, spec.global_shape)
+            want = _Wanted(source, pieces, spec.global_shape)
+            wanted.setdefault(id(plan), {})[source] = want
     for prefix, model, plan in plans:
         more, lost = _persistent_buffers(model, plan, device)
         unfilled += [_join(prefix, name) for name in lost]
@@ -161,7 +166,7 @@ def _persistent_buffers(
         real = _put_buffer(model, name, device)
         if name in plan.names:
             box = Box((0,) * real.dim(), tuple(real.shape))
-            found[name] = _Wanted([(box, real)], tuple(real.shape))
+            found[name] = _Wanted(name, [(box, real)], tuple(real.shape))
         else:
             lost.append(name)
     return found, lost
@@ -201,8 +206,17 @@ def _read(plan: LoadPlan, wanted: Mapping[str, _Wanted]) -> None:
 
 
 def _convert(plan: LoadPlan, wanted: Mapping[str, _Wanted], reader: HubReader) -> None:
-    """Make the tensors that need a conversion, one after another, each from whole parts."""
-    todo = [c for c in plan.conversions if any(name in wanted for name in c.makes)]
+    """Make the tensors that need a conversion: by slices if it can be, or each as a whole."""
+    shapes = {key: stored.shape for key, stored in plan.folder.tensors.items()}
+    todo = []
+    for conversion in plan.conversions:
+        if not any(name in wanted for name in conversion.makes):
+            continue
+        parts = parts_of(conversion, shapes)
+        if parts is None:
+            todo.append(conversion)
+        else:
+            _read_parts(plan, parts, wanted[next(iter(conversion.makes))], reader)
     if not todo:
         return
     # Conversions look at shapes of the whole model; the sharded one has others.
@@ -214,6 +228,44 @@ def _convert(plan: LoadPlan, wanted: Mapping[str, _Wanted], reader: HubReader) -
             for box, piece in wanted[name].pieces if name in wanted else ():
                 blocks = zip(box.offsets, box.lengths, strict=True)
                 piece.copy_(tensor[tuple(slice(at, at + n) for at, n in blocks)])
+
+
+def _read_parts(plan: LoadPlan, parts: Sequence[Part], want: _Wanted, reader: HubReader) -> None:
+    """Read slices of sources straight to where they lie in the tensor that is made of them."""
+    dtype = plan.dtypes.get(want.name)
+    for box, piece in want.pieces:
+        filled = 0
+        for key, offsets, stacked in parts:
+            shape = plan.folder.tensors[key].shape
+            held = Box(offsets, (1, *shape) if stacked else shape)
+            shared = _overlap(box, held)
+            if shared is None:
+                continue
+            target = piece
+            for dim, (at, length) in enumerate(zip(*shared, strict=True)):
+                target = target.narrow(dim, at - box.offsets[dim], length)
+            inner = Box(
+                tuple(a - b for a, b in zip(shared.offsets, offsets, strict=True)), shared.lengths
+            )
+            if stacked:
+                inner, target = Box(inner.offsets[1:], inner.lengths[1:]), target.squeeze(0)
+            reader.fill(key, inner, target, through=dtype)
+            filled += shared.numel
+        if filled != box.numel:
+            raise PlanError(
+                f"{want.name}: the files hold {filled} of the {box.numel} elements at "
+                f"offsets={box.offsets}."
+            )
+
+
+def _overlap(one: Box, other: Box) -> Box | None:
+    starts = [max(a, b) for a, b in zip(one.offsets, other.offsets, strict=True)]
+    ends = [
+        min(a + m, b + n)
+        for a, m, b, n in zip(one.offsets, one.lengths, other.offsets, other.lengths, strict=True)
+    ]
+    lengths = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    return Box(tuple(starts), lengths) if min(lengths) > 0 else None
 
 
 def _check_twins(plan: LoadPlan) -> None:

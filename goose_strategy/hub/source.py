@@ -96,11 +96,13 @@ class HubFolder:
 
     def _add(self, file: Path) -> None:
         header, begin, crc32 = _read_header(file)
+        size = file.stat().st_size
         self.fingerprint = zlib.crc32(crc32.to_bytes(4, "little"), self.fingerprint)
         for key, entry in header.items():
             if key == "__metadata__":
                 continue
             self.tensors[key] = _entry(file, key, entry, begin)
+            _check_end(self.tensors[key], key, size)
 
     def check(self) -> None:
         """Check that the files are still as long as their headers say.
@@ -108,11 +110,13 @@ class HubFolder:
         Raises:
             CheckpointError: If one is missing or truncated.
         """
+        sizes: dict[Path, int] = {}
         for file in sorted({stored.file for stored in self.tensors.values()}):
             if not file.is_file():
                 raise CheckpointError(f"'{file}' was there when the model was made, and is gone.")
+            sizes[file] = file.stat().st_size
         for key, stored in self.tensors.items():
-            _check_end(stored, key)
+            _check_end(stored, key, sizes[stored.file])
 
     @contextmanager
     def opened(self) -> Iterator[HubReader]:
@@ -332,13 +336,11 @@ def _entry(file: Path, key: str, entry: Any, begin: int) -> StoredTensor:
             f"'{file}': {key} has {end - start} bytes, which is not {entry['dtype']} of "
             f"shape={stored.shape}; the file is damaged."
         )
-    _check_end(stored, key)
     return stored
 
 
-def _check_end(stored: StoredTensor, key: str) -> None:
+def _check_end(stored: StoredTensor, key: str, size: int) -> None:
     end = stored.start + math.prod(stored.shape) * stored.dtype.itemsize
-    size = stored.file.stat().st_size
     if end > size:
         raise CheckpointError(
             f"'{stored.file}' has size={size} bytes, but {key} ends at {end}: it is truncated; "

@@ -107,7 +107,9 @@ def merged_tensors(layer: nn.Module) -> dict[str, Tensor]:
     base = layer.get_submodule("base_layer")
     found = {name: param.detach().clone() for name, param in base.named_parameters()}
     with torch.no_grad():
-        for adapter in peft.active_adapters(layer):
+        # Inside of `merged_adapters` they are in the weights already.
+        merged = set(peft.merged_adapters(layer))
+        for adapter in (name for name in peft.active_adapters(layer) if name not in merged):
             changes = {
                 "weight": peft.delta_weight(layer, adapter),
                 "bias": peft.delta_bias(layer, adapter),

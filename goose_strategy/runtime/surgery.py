@@ -203,6 +203,7 @@ def _cut_depth(
             f"outside of {type(lm).__name__}, which alone is cut into stages; freeze them or use "
             "pp=1."
         )
+    _refuse_layerdrop(lm, mesh.pp_size)
     if getattr(getattr(lm, "config", None), "output_router_logits", False):
         raise PlanError(
             f"output_router_logits=True adds a loss over the routers of all layers, but pp="
@@ -220,6 +221,22 @@ def _cut_depth(
         _join(prefix, local): _join(prefix, canonical)
         for local, canonical in surgery.stage.tied.items()
     }
+
+
+def _refuse_layerdrop(lm: nn.Module, pp: int) -> None:
+    """Refuse layers that are skipped at random: a stage begins and ends with calls of its layers.
+
+    Raises:
+        PlanError: If a module's ``layerdrop`` is above zero.
+    """
+    for name, module in lm.named_modules():
+        rate = getattr(module, "layerdrop", 0)
+        if isinstance(rate, (int, float)) and rate > 0:
+            raise PlanError(
+                f"pp={pp} cannot cut {type(lm).__name__}, which skips layers at random: "
+                f"{name}.layerdrop={rate}. Set it to 0 before the set-up, or use pp=1.",
+                axis="pp",
+            )
 
 
 def _all_specs(

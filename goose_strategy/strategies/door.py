@@ -67,11 +67,17 @@ class Door:
         """Refuse sizes that do not multiply to the world, before any process is started."""
         self.runtime.check_world(world_size)
 
-    @property
-    def sampler_kwargs(self) -> dict[str, int]:
-        """``num_replicas`` and ``rank`` of the data parallel axis."""
-        mesh = self.runtime.mesh
-        return {"num_replicas": mesh.dp_size, "rank": mesh.dp_rank}
+    def sampler_kwargs(self, rank: int, world_size: int) -> dict[str, int]:
+        """Return ``num_replicas`` and ``rank`` of the data parallel axis.
+
+        As with ``ddp``, no process needs to be there yet.
+
+        Args:
+            rank: Global rank.
+            world_size: Number of ranks.
+        """
+        layout = self.runtime.check_world(world_size)
+        return {"num_replicas": layout.dp, "rank": layout.coordinates(rank).dp}
 
     def reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
         """Reduce a metric over data parallel replicas.

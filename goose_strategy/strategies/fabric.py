@@ -135,7 +135,7 @@ class Goose3DStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return self._door.sampler_kwargs
+        return self._door.sampler_kwargs(self.global_rank, self.world_size)
 
     @property
     @override

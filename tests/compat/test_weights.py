@@ -7,13 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+)
 
 from goose_strategy.compat.weights import (
+    Conversion,
     compute_buffers,
     kept_in_fp32,
     map_keys,
     meta_model,
+    parts_of,
     recall_transforms,
     remember_transforms,
     revert_names,
@@ -62,6 +71,53 @@ def test_keys_are_mapped_to_names_and_back(tmp_path: Path, family: str) -> None:
     reverted = revert_names(blank, loaded)
     assert reverted.keys() == stored.keys()
     assert all(torch.equal(reverted[key], stored[key]) for key in stored)
+
+
+def placed(conversion: Conversion, stored: dict[str, Tensor]) -> Tensor:
+    """Put the sources where `parts_of` says they lie."""
+    shapes = {key: tuple(tensor.shape) for key, tensor in stored.items()}
+    parts = parts_of(conversion, shapes)
+    assert parts is not None
+    ((_, shape),) = conversion.makes.items()
+    whole = torch.full(shape, torch.nan)
+    for key, offsets, stacked in parts:
+        part = stored[key].unsqueeze(0) if stacked else stored[key]
+        blocks = zip(offsets, part.shape, strict=True)
+        whole[tuple(slice(at, at + n) for at, n in blocks)] = part
+    return whole
+
+
+def test_experts_lie_where_transformers_puts_them(tmp_path: Path) -> None:
+    save(tmp_path, "mixtral")
+    stored = load_file(tmp_path / "model.safetensors")
+    blank = meta_model(CONFIGS["mixtral"](), dtype=torch.float32)
+    keys = map_keys(blank, {key: tuple(tensor.shape) for key, tensor in stored.items()})
+    assert len(keys.conversions) == 8
+    for conversion in keys.conversions:
+        (made,) = conversion.convert(blank, stored.__getitem__).values()
+        assert torch.equal(placed(conversion, stored), made)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_joined_matrices_lie_one_behind_the_other(dim: int) -> None:
+    blank = meta_model(CONFIGS["llama"](), dtype=torch.float32)
+    stored = {"l.a.weight": torch.randn(4, 4), "l.b.weight": torch.randn(4, 4)}
+    converter = WeightConverter(["b.weight", "a.weight"], "ab.weight", [Concatenate(dim=dim)])
+    sources = [("l.a.weight", "a.weight"), ("l.b.weight", "b.weight")]
+    conversion = Conversion("l.ab.weight", sources, converter=converter)
+    ((name, made),) = conversion.convert(blank, stored.__getitem__).items()
+    conversion.makes = {name: tuple(made.shape)}
+    assert torch.equal(placed(conversion, stored), made)
+
+
+def test_other_conversions_are_left_to_transformers() -> None:
+    for operations in ([Transpose()], [MergeModulelist(dim=1)], [Chunk()]):
+        converter = WeightConverter("a.*.weight", "b.weight", operations)
+        conversion = Conversion(
+            "l.b.weight", [("l.a.0.weight", "a.*.weight")], {"l.b.weight": (4, 4)}
+        )
+        conversion.converter = converter
+        assert parts_of(conversion, {"l.a.0.weight": (4, 4)}) is None
 
 
 def test_a_conversion_that_fails_names_its_tensors(tmp_path: Path) -> None:

@@ -148,3 +148,18 @@ def test_a_refusal_leaves_the_model_whole() -> None:
     for text, same in run_ranks(_refused_before_anything, 4):
         assert "tp=2 does not divide num_attention_heads=3" in text
         assert same
+
+
+def _random_layers(ctx: Context) -> tuple[str, bool]:
+    model = tiny_model("opt", layerdrop=0.5)
+    before = sorted(name for name, _ in model.named_parameters())
+    with mesh_of(pp=2) as mesh:
+        text = message(lambda: cut(model, mesh, pp=2), PlanError)
+    return text, before == sorted(name for name, _ in model.named_parameters())
+
+
+def test_layers_that_are_skipped_at_random_cannot_be_cut_into_stages() -> None:
+    for text, unchanged in run_ranks(_random_layers, 2):
+        assert "pp=2 cannot cut OPTForCausalLM" in text
+        assert "model.decoder.layerdrop=0.5" in text
+        assert unchanged

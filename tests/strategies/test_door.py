@@ -28,6 +28,24 @@ from tests.harness.models import batches, tiny_model
 from tests.harness.worker import Context
 from tests.strategies.ranks import good, make_fabric, world
 
+# -- samplers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tp", "pp", "expected"), [(1, 1, (8, 5)), (2, 1, (4, 2)), (2, 2, (2, 0))])
+def test_the_place_of_a_rank_among_the_data_is_known_before_any_process(
+    tp: int, pp: int, expected: tuple[int, int]
+) -> None:
+    place = Door(build_config(tp, pp)).sampler_kwargs(5, 8)
+    assert (place["num_replicas"], place["rank"]) == expected
+
+
+def test_samplers_can_be_made_before_the_launch_as_with_ddp() -> None:
+    fabric = Fabric(accelerator="cpu", devices=4, strategy="goose3d")
+    assert fabric.strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": 0}  # type: ignore[attr-defined]
+    trainer = Trainer(accelerator="cpu", devices=4, strategy="goose3d", logger=False)
+    assert trainer.distributed_sampler_kwargs == {"num_replicas": 4, "rank": 0}
+
+
 # -- precision ----------------------------------------------------------------------------------
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from torch.distributed.pipelining import schedules
 
 from goose_strategy.pipeline_parallel.schedule import Action, Kind, Table, one_f_one_b
-from goose_strategy.pipeline_parallel.tables.catalogue import make_schedule
+from goose_strategy.pipeline_parallel.tables.catalogue import (
+    CATALOGUE,
+    finish,
+    make_schedule,
+)
 from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 from goose_strategy.pipeline_parallel.tables.peaks import peak_activations
 from goose_strategy.pipeline_parallel.tables.simulate import Costs, simulate
@@ -74,6 +79,23 @@ def test_breadth_first_takes_the_backwards_in_order_in_the_same_time(
         ours_takes, theirs_takes = figures(ours, chunks), figures(theirs, chunks)
         assert all(a <= b + 1e-9 for a, b in zip(ours_takes, theirs_takes, strict=True))
         assert peak_activations(ours) == peak_activations(theirs)
+
+
+@pytest.mark.parametrize("name", list(CATALOGUE))
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 7), (8, 16)])
+def test_torch_can_execute_our_messages(name: str, ranks: int, microbatches: int) -> None:
+    """torch's own simulation of tables with messages ends, with every action executed."""
+    schedule = make_schedule(name, ranks, microbatches)
+    table = finish(schedule)
+    theirs = {
+        rank: [schedules._Action.from_str(str(action)) for action in row]
+        for rank, row in enumerate(table)
+    }
+    done = schedules._simulate_comms_compute(
+        theirs, schedule.chunks.rank_of, schedule.chunks.stages
+    )
+    for rank, row in enumerate(table):
+        assert [str(action) for action in done[rank] if action is not None] == list(map(str, row))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

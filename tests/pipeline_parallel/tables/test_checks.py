@@ -96,6 +96,19 @@ def test_a_send_behind_a_receive_that_waits_for_it_deadlocks() -> None:
         check_messages(rows_of(first, LOOP[1]), Chunks(2, 2))
 
 
+def test_a_communicator_works_in_order_whoever_the_peers_are() -> None:
+    """Rank 1's send to rank 2 stands behind a receive from rank 0, which waits for rank 2."""
+    rows = (
+        "0F0 0SEND_F0 0RECV_B0 0B0 0F1 0SEND_F1 0RECV_B1 0B1",
+        "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1RECV_B0 1B0 1SEND_B0 1F1 1SEND_F1 1RECV_B1 1B1 1SEND_B1",
+        "2RECV_F0 2F0 2B0 2SEND_B0 2RECV_F1 2F1 2B1 2SEND_B1",
+    )
+    check_messages(rows_of(*rows))
+    middle = rows[1].replace("1SEND_F0 1RECV_F1", "1RECV_F1 1SEND_F0")
+    with pytest.raises(ScheduleError, match=r"stages wait at \['0B0', '1B0', '2F0'\]"):
+        check_messages(rows_of(rows[0], middle, rows[2]))
+
+
 def test_swapped_receives_are_found() -> None:
     table = finish(make_schedule("Interleaved1F1B", 2, 2))
     swap = {"1RECV_F0": "1RECV_F1", "1RECV_F1": "1RECV_F0"}

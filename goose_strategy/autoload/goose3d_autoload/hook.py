@@ -6,8 +6,9 @@ half imported above it, so nothing may be imported here. The entry point therefo
 program to import Lightning's registries and puts a name into them that imports the package when it
 is used.
 
-This is a module of its own because an entry point inside of ``goose_strategy`` would execute the
-package's ``__init__`` first, which imports Lightning. An error there would end ``import torch``.
+It is installed beside ``goose_strategy``, not inside of it: an entry point in there would execute
+the package's ``__init__`` first, which imports Lightning, and an error there would end
+``import torch``.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from goose3d_autoload.hook import REGISTRIES, VARIABLE, Hook, autoload
 
-from goose3d_autoload import REGISTRIES, VARIABLE, Hook, autoload
 from tests.harness.worker import ROOT
 
 FABRIC = """
@@ -46,7 +46,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("GOOSE3D_")}
     chosen = {} if variable is None else {VARIABLE: variable}
-    path = os.pathsep.join(map(str, [*folders, ROOT]))
+    path = os.pathsep.join(map(str, [*folders, ROOT, ROOT / "goose_strategy" / "autoload"]))
     return subprocess.run(
         [sys.executable, "-W", "ignore::FutureWarning", "-c", program],
         env={**kept, **chosen, **environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
@@ -104,7 +104,7 @@ before = set(sys.modules)
 import torch
 added = {name for name in sys.modules if name.split(".")[0] in ("goose_strategy", "lightning")}
 assert not added, sorted(added)
-assert "goose3d_autoload" in sys.modules, "the entry point was not loaded at all"
+assert "goose3d_autoload.hook" in sys.modules, "the entry point was not loaded at all"
 assert not any(type(finder).__name__ == "Hook" for finder in sys.meta_path)
 """
     done = run(program, installed, variable=None)
@@ -117,7 +117,7 @@ import sys
 import torch
 assert not {"goose_strategy", "lightning"} & set(sys.modules)
 import lightning.fabric.strategies as module
-assert type(module.__loader__).__module__ != "goose3d_autoload", module.__loader__
+assert type(module.__loader__).__module__ != "goose3d_autoload.hook", module.__loader__
 assert module.__spec__.loader is module.__loader__
 assert "goose_strategy" not in sys.modules
 assert "goose3d" in module.STRATEGY_REGISTRY.available_strategies()
@@ -191,8 +191,8 @@ def test_a_broken_package_breaks_its_own_name_only(installed: Path, tmp_path: Pa
 def test_a_registry_that_has_moved_is_a_warning(installed: Path) -> None:
     program = """
 import torch
-import goose3d_autoload
-goose3d_autoload.REGISTRIES["lightning.fabric.strategies"] = "MOVED"
+from goose3d_autoload import hook
+hook.REGISTRIES["lightning.fabric.strategies"] = "MOVED"
 import lightning
 print(torch.ones(1).item())
 """
@@ -217,8 +217,8 @@ def test_the_entry_point_is_cheap(installed: Path) -> None:
     program = """
 import importlib.abc, importlib.util, sys, time, typing, warnings  # imported by torch, too
 begin = time.process_time()
-import goose3d_autoload
-goose3d_autoload.autoload()
+from goose3d_autoload import hook
+hook.autoload()
 print(time.process_time() - begin)
 """
     for variable in ("0", "1"):

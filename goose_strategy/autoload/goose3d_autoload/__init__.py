@@ -1,0 +1,1 @@
+"""The entry point by which torch makes ``strategy="goose3d"`` known without an import."""
