@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from goose_strategy.compat.torch import has_forward_hooks
 from goose_strategy.errors import BatchError, PlanError
@@ -154,16 +154,23 @@ class Recomputed:
                 "would write into a cache of keys and values twice; pass use_cache=False, or call "
                 "the model under torch.no_grad()."
             )
+        # By position: checkpoint finds the device whose random state it keeps by its arguments.
+        call = partial(self._call, len(args), tuple(kwargs))
+        values = (*args, *kwargs.values())
+        # A hook behind the module may end what its forward began, such as a stream of random
+        # numbers, so that one must come to its end the second time, too.
+        early_stop = not has_forward_hooks(self._module)
+        if self._buffers:
+            return self._with_buffers(call, values, early_stop=early_stop)
+        # torch.compile takes no context_fn, not even the default one by name.
+        return checkpoint(call, *values, use_reentrant=False, early_stop=early_stop)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _with_buffers(
+        self, call: Callable[..., Any], values: tuple[Any, ...], *, early_stop: bool
+    ) -> Any:
         return checkpoint(
-            # All by position: checkpoint finds the device whose random state it keeps by them.
-            partial(self._call, len(args), tuple(kwargs)),
-            *args,
-            *kwargs.values(),
-            use_reentrant=False,
-            context_fn=self._contexts if self._buffers else noop_context_fn,
-            # A hook behind the module may end what its forward began, such as a stream of random
-            # numbers, so that one must come to its end the second time, too.
-            early_stop=not has_forward_hooks(self._module),
+            call, *values, use_reentrant=False, context_fn=self._contexts, early_stop=early_stop
         )
 
     def _call(self, positional: int, names: tuple[str, ...], *values: Any) -> Any:

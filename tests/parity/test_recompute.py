@@ -26,6 +26,7 @@ from tests.harness.models import Batch
 from tests.harness.worker import Context
 from tests.harness.world import RankFailure, run_ranks
 from tests.parity.grid import DEADLINE, Case, Plant, about, assert_parity
+from tests.parity.lora import LoraCase
 from tests.parity.session import MeshSession, Session
 from tests.parity.test_dropout import DROPS, SEED
 from tests.parity.test_replay import REPLAYED, _calls
@@ -112,6 +113,16 @@ def test_layers_drop_what_they_dropped(family: Any, mesh: dict[str, int], named:
     drops = DROPS if family == "gpt2" else (("attention_dropout", 0.3), DROPS[-1])
     plain = Case(family=family, settings=drops, steps=2, microbatches=2, **mesh)
     assert all(assert_same(plain, recompute=names if named else "layer"))
+
+
+@pytest.mark.parametrize("recompute", ["full", "layer", ["model.layers.*.mlp"]], ids=str)
+def test_adapters(recompute: Any) -> None:
+    """Their own dropout beside that of the attention; the base is frozen."""
+    settings = (("attention_dropout", 0.3), DROPS[-1])
+    plain = LoraCase(
+        lora=(("lora_dropout", 0.3),), settings=settings, tp=2, pp=2, steps=2, schedule="GPipe"
+    )
+    assert all(assert_same(plain, recompute=recompute))
 
 
 @pytest.mark.parametrize("recompute", ["full", "layer"])

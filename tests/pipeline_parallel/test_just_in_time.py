@@ -331,6 +331,22 @@ def test_the_peak_is_that_of_the_table(schedule: str, monkeypatch: pytest.Monkey
     assert peaks[0] < 0.3 * without[0]
 
 
+def test_a_forward_that_keeps_its_graph_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = split(batch_of(8, seq_len=16, padded=False), 4)
+    right, wrong = (make_pipeline(model_of("llama"), 2, config=full("GPipe")) for _ in range(2))
+    stage, graphs = wrong.stages[0], []
+    forward = stage.forward
+
+    def keeping(*args: Any) -> Any:
+        with torch.enable_grad():
+            graphs.append(forward(*args))
+        return graphs[-1]
+
+    stage.forward = keeping  # type: ignore[method-assign]
+    held = [held_at_peak(one, parts, monkeypatch)[0][0] for one in (right, wrong)]
+    assert held[1] > 3 * held[0]
+
+
 # -- time ------------------------------------------------------------------------------------------
 
 

@@ -192,3 +192,29 @@ def test_a_forward_that_was_replaced_before_is_put_back() -> None:
     wrapper.remove()
     assert module.forward is replaced
     assert inspect.ismethod(own)
+
+
+# torch's compiler looks at the gradients of what it is given, and warns of that itself.
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("buffers", [False, True])
+def test_compiled_layers(buffers: bool) -> None:
+    model = model_of("llama", layers=2)
+    for layer in model.model.layers:
+        if buffers:
+            layer.register_buffer("unused", torch.zeros(1))
+    batch = batch_of(2)
+    _, gradients = reference(model, [batch])
+    recompute_modules(model, choose_modules(model, "layer"))
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    _, again = reference(model, [batch])
+    # With buffers there is a context around the module, for which torch has no graph.
+    assert (len(graphs) > 0) == (not buffers)
+    assert all(torch.equal(again[name], gradient) for name, gradient in gradients.items())
+    torch.compiler.reset()

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import LlamaModel
 
 from goose_strategy.errors import PlanError
+from goose_strategy.pipeline_parallel.config import PipelineConfig
 from goose_strategy.runtime.settings import RuntimeConfig
 from goose_strategy.runtime.surgery import PLACEHOLDER, operate
 from tests.harness.models import tiny_config, tiny_model
@@ -163,3 +164,28 @@ def test_layers_that_are_skipped_at_random_cannot_be_cut_into_stages() -> None:
         assert "pp=2 cannot cut OPTForCausalLM" in text
         assert "model.decoder.layerdrop=0.5" in text
         assert unchanged
+
+
+def _recomputed(ctx: Context) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def patched(module: nn.Module) -> list[str]:
+        return [name for name, one in module.named_modules() if "forward" in vars(one)]
+
+    with mesh_of(pp=2) as mesh:
+        for recompute in ("layer", ["model.layers.*.mlp"], "full"):
+            module = Distillation()
+            config = RuntimeConfig(pp=2, pipeline=PipelineConfig(recompute=recompute))  # type: ignore[arg-type]
+            surgery = operate(module, mesh, config, count=lambda: None)
+            before = set(patched(module))
+            surgery.close()
+            found[str(recompute)] = sorted(before - set(patched(module)))
+    return found
+
+
+def test_own_layers_of_the_trained_model_are_recomputed_until_it_is_closed() -> None:
+    for rank, found in enumerate(run_ranks(_recomputed, 2)):
+        layers = [f"student.model.layers.{number}" for number in (2 * rank, 2 * rank + 1)]
+        assert found["layer"] == layers
+        assert found["['model.layers.*.mlp']"] == [f"{layer}.mlp" for layer in layers]
+        assert found["full"] == []
