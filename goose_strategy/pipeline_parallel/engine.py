@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from goose_strategy.comm.p2p import Metas, metas_of
-from goose_strategy.errors import BatchError, PeerError, ScheduleError
+from goose_strategy.errors import BatchError, CallbackError, PeerError, ScheduleError
+from goose_strategy.pipeline_parallel.hooks import PipelineHooks, PipelineStep
 from goose_strategy.pipeline_parallel.program import stage_program
 from goose_strategy.pipeline_parallel.schedule import Action, Kind
 from goose_strategy.pipeline_parallel.stage import LABELS, PipelineStage
@@ -63,6 +64,7 @@ class Engine:
         config: Schedule and loss function.
         rank: Global rank, for messages.
         guard: Surrounds every action.
+        hooks: Callbacks that are told of every action.
     """
 
     def __init__(
@@ -73,12 +75,14 @@ class Engine:
         *,
         rank: int | None = None,
         guard: Guard | None = None,
+        hooks: PipelineHooks | None = None,
     ) -> None:
         self.stage = stage
         self.links = links
         self.config = config
         self.rank = rank
         self.guard = guard
+        self.hooks = hooks or PipelineHooks()
 
     def run(
         self,
@@ -119,6 +123,9 @@ class Engine:
         step = _Step(self, microbatches, todo.taken, train=train)
         step.want_logits, step.want_loss = want_logits and stage.is_last, want_loss
         with torch.enable_grad() if train else torch.no_grad():
+            if step.hooks.active:
+                with self._guarded("start of the step"):
+                    step.hooks.open()
             for action in todo.actions:
                 if action is todo.last_backward and before_last_backward is not None:
                     before_last_backward()
@@ -130,11 +137,11 @@ class Engine:
         stage, microbatch = action.stage, action.microbatch
         try:
             if self.guard is None:
-                step.handlers[action.kind](action)
+                step.execute(action)
             else:
                 with self.guard(str(action), stage=stage, microbatch=microbatch):
-                    step.handlers[action.kind](action)
-        except PeerError:
+                    step.execute(action)
+        except (PeerError, CallbackError):
             raise
         except Exception as error:
             raise ScheduleError(
@@ -146,10 +153,15 @@ class Engine:
 
     def _finish(self, step: _Step) -> None:
         """Wait for what is still being sent: its tensors may not be freed before."""
-        guard = self.guard
-        with nullcontext() if guard is None else guard("end of the step", stage=self.stage.index):
-            for pending in step.sends.values():
+        with self._guarded("end of the step"):
+            for action, pending in step.sends.items():
                 pending.wait()
+                step.hooks.after(action)
+            step.hooks.close()
+
+    def _guarded(self, what: str) -> AbstractContextManager[None]:
+        guard = self.guard
+        return nullcontext() if guard is None else guard(what, stage=self.stage.index)
 
 
 class _Held(NamedTuple):
@@ -186,6 +198,17 @@ class _Step:
         self.microbatches = microbatches
         self.taken = taken
         self.train = train
+        self.hooks = engine.hooks.begin(
+            PipelineStep(
+                step=0,  # numbered there
+                schedule=engine.config.schedule if train else "forward_only",
+                train=train,
+                rank=self.stage.index if engine.rank is None else engine.rank,
+                stage=self.stage.index,
+                stages=self.stage.num_stages,
+                microbatches=len(microbatches),
+            )
+        )
         self.want_logits = False
         self.want_loss = True
         self.result = StepResult()
@@ -208,6 +231,12 @@ class _Step:
             Kind.SEND_BACKWARD: self.send_backward,
             Kind.RECEIVE_BACKWARD: self.receive_backward,
         }
+
+    def execute(self, action: Action) -> None:
+        """Execute one action, and tell of it."""
+        self.hooks.launch(action)
+        self.handlers[action.kind](action)
+        self.hooks.finish(action)
 
     def receive_forward(self, action: Action) -> None:
         key = ("F", self.keys[action.microbatch])
@@ -263,8 +292,11 @@ class _Step:
     def _wait(self, pending: dict[int, Expected], action: Action) -> tuple[Tensor, ...]:
         """Wait for an action's message, and free the sends that the neighbour took before it."""
         tensors = pending.pop(action.microbatch).wait()
+        self.hooks.arrived(action)
         for send in self.taken.get(action, ()):
             self.sends.pop(send).wait()
+            self.hooks.after(send)
+        self.hooks.before(action)
         return tensors
 
     def _take_result(self, output: Any, microbatch: Mapping[str, Any]) -> Tensor | None:
