@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from goose_strategy.errors import ConfigError
+from goose_strategy.pipeline_parallel.timeline import FORMAT, PATTERN, VERSION
 
-FORMAT = "goose-timeline"
-VERSION = 1
-PATTERN = "rank*.jsonl"
 WORK = ("F", "B", "I", "W", "R")
 """Kinds that keep a rank busy; the others are messages."""
 
@@ -68,7 +66,7 @@ class Recording:
     """One step of all ranks.
 
     Attributes:
-        step: Its number.
+        step: Its number: of training calls before it, since the recorder was registered.
         steps: Numbers of all recorded steps.
         schedule: Name of the schedule.
         stages: Number of stages.
@@ -197,11 +195,12 @@ def load(folder: Path, step: int | None = None) -> Recording:
     files = [_read(path) for path in paths]
     _check_whole(folder, [lines[0] for lines in files])
     known = tuple(line["step"] for line in files[0] if "schedule" in line)
-    chosen = known[-1] if step is None and known else step
-    if chosen not in known:
+    if step is None and known:
+        step = known[-1]
+    if step is None or step not in known:
         listed = ", ".join(map(str, known)) or "none"
         raise ConfigError(f"step={step} is not recorded in {str(folder)!r}; recorded: {listed}.")
-    return _join(files, known, chosen)
+    return _join(files, known, step)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -32,9 +32,10 @@ class StepRecorder(PipelineCallback):
 
     A file holds JSON lines: first the rank with its place and clock (``format``, ``rank``, ``pp``,
     ``dp``, ``tp``...), then one line per step (``step``, ``schedule``...), then one per action
-    (``step``, ``kind``, ``stage``, ``microbatch``, ``start``, ``end``). Times are nanoseconds of
-    rank 0's clock; ranks on other machines are off by at most ``clock_error``. Of a send, ``end``
-    is when this rank knew that its tensors may be freed.
+    (``step``, ``kind``, ``stage``, ``microbatch``, ``start``, ``end``). Steps are numbered by the
+    training calls since the recorder was registered. Times are nanoseconds of rank 0's clock; ranks
+    on other machines are off by at most ``clock_error``. Of a send, ``end`` is when this rank knew
+    that its tensors may be freed.
 
     The files are written at the end of the last recorded step, or by `close` before, over those of
     an earlier recording. On a GPU the times are those of the host, at which it launched work.
@@ -81,7 +82,7 @@ class StepRecorder(PipelineCallback):
             self._marks = []
             self._lines.append(
                 {
-                    "step": step.step,
+                    "step": self._seen,
                     "schedule": step.schedule,
                     "stages": step.stages,
                     "microbatches": step.microbatches,
@@ -168,7 +169,7 @@ class StepRecorder(PipelineCallback):
                     begun[event] = at
                     continue
                 yield {
-                    "step": event.step,
+                    "step": line["step"],
                     "kind": event.kind,
                     "stage": event.stage,
                     "microbatch": event.microbatch,
