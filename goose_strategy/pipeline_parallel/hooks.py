@@ -31,7 +31,7 @@ HOOK_NAMES: Mapping[str, str] = {
     "RECV_F": "receive",
     "RECV_B": "receive",
 }
-"""Which pair of methods is called for a kind of action."""
+"""Which pair of methods is called for a kind of action; none for a kind that is not here."""
 _RECEIVE_OF = {"F": Kind.RECEIVE_FORWARD, "B": Kind.RECEIVE_BACKWARD, "I": Kind.RECEIVE_BACKWARD}
 _RECEIVES = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
 _MESSAGES = (*_RECEIVES, Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
@@ -87,11 +87,14 @@ class PipelineCallback:
     """Base of callbacks around the actions of a pipeline; override what you need.
 
     Register an object with ``strategy.add_pipeline_callback(callback)`` on either door, or pass it
-    in ``Fabric(callbacks=[...])`` or ``Trainer(callbacks=[...])`` (where it must be a Lightning
-    ``Callback``, too). All methods run on the rank and the thread that execute the action, between
-    the actions of the table, so that their time is added to the step's. They may read anything, but
-    must not draw random numbers or communicate: neighbours are in the middle of their own rows.
-    With ``pp=1`` there are no actions, and no method is called.
+    in ``Fabric(callbacks=[...])`` (``fabric.setup`` registers it then, ``fabric.setup_module`` asks
+    no callback) or in ``Trainer(callbacks=[...])``, where it must be a Lightning ``Callback``, too;
+    in a plain loop it is ``runtime.hooks.add(callback)``.
+
+    All methods run on the rank and the thread that execute the action, between the actions of the
+    table, so that their time is added to the step's. They may read anything, but must not draw
+    random numbers or communicate: neighbours are in the middle of their own rows. With ``pp=1``
+    there are no actions, and no method is called.
 
     What ``before`` and ``after`` mean:
 
@@ -284,19 +287,19 @@ class StepHooks:
     def before(self, action: Action) -> None:
         """Say that an action begins."""
         if self.active:
-            self._tell(_METHODS["before", action.kind.value], action)
+            self._tell(_METHODS.get(("before", action.kind.value)), action)
 
     def after(self, action: Action) -> None:
         """Say that an action is over."""
         if self.active:
-            self._tell(_METHODS["after", action.kind.value], action)
+            self._tell(_METHODS.get(("after", action.kind.value)), action)
 
     def _awaited(self, action: Action) -> Action | None:
         kind = _RECEIVE_OF.get(action.kind.value)
         return None if kind is None else action._replace(kind=kind)
 
-    def _tell(self, method: str, what: Action | PipelineStep) -> None:
-        calls = self._methods.get(method)
+    def _tell(self, method: str | None, what: Action | PipelineStep) -> None:
+        calls = None if method is None else self._methods.get(method)
         if calls is None:
             return
         told = self._event(what) if isinstance(what, Action) else what

@@ -232,7 +232,8 @@ def test_what_is_no_callback_or_never_called_is_refused() -> None:
 
 
 def test_all_kinds_have_methods_also_those_of_split_and_recomputed_backwards() -> None:
-    assert set(Kind) <= set(HOOK_NAMES)
+    # T sums the gradients of a tied weight, which is nothing of one microbatch.
+    assert {kind.value for kind in Kind} - {"T"} <= set(HOOK_NAMES)
     log: Log = []
     hooks = PipelineHooks()
     hooks.add(Logger(log))
@@ -246,6 +247,9 @@ def test_all_kinds_have_methods_also_those_of_split_and_recomputed_backwards() -
             step.arrived(action)
             step.before(action)
         step.finish(action)
+    tie = Action(1, _Other("T"), 0)  # type: ignore[arg-type]
+    step.launch(tie)
+    step.finish(tie)
     assert [(method, told.kind) for _, method, told in log] == [
         ("before_receive", "RECV_B"),
         ("before_recompute", "R"),

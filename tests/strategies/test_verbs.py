@@ -168,6 +168,11 @@ def test_without_a_pipeline_nothing_is_called() -> None:
     assert good(results()["other_devices"]) == [[[], []]] * 2
 
 
+def test_one_class_can_be_a_callback_of_both_kinds() -> None:
+    ours = {name for name in dir(PipelineCallback) if not name.startswith("_")}
+    assert not ours & {name for name in dir(Callback) if not name.startswith("_")}
+
+
 @pytest.mark.parametrize("strategy", [Goose3DFabricStrategy, Goose3DStrategy])
 def test_what_is_no_callback_is_refused(strategy: Any) -> None:
     with pytest.raises(ConfigError, match="is no PipelineCallback"):
