@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,23 +20,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from goose_strategy.comm.p2p import Metas, metas_of
 from goose_strategy.errors import BatchError, CallbackError, PeerError, ScheduleError
-from goose_strategy.pipeline_parallel.hooks import PipelineHooks, PipelineStep
+from goose_strategy.pipeline_parallel.hooks import PipelineHooks
 from goose_strategy.pipeline_parallel.program import stage_program
 from goose_strategy.pipeline_parallel.schedule import Action, Kind
 from goose_strategy.pipeline_parallel.stage import LABELS, PipelineStage
 
 if TYPE_CHECKING:
     from goose_strategy.pipeline_parallel.config import PipelineConfig
+    from goose_strategy.pipeline_parallel.hooks import Guard
     from goose_strategy.pipeline_parallel.links import Expected, Link, Sent, StageLinks
-
-
-class Guard(Protocol):
-    """Surrounds every action, as ``Watchdog.guard`` does."""
-
-    def __call__(
-        self, what: str, *, stage: int | None = None, microbatch: int | None = None
-    ) -> AbstractContextManager[None]:
-        """Return the context of one action."""
 
 
 @dataclass
@@ -136,11 +128,10 @@ class Engine:
     def _execute(self, action: Action, step: _Step) -> None:
         stage, microbatch = action.stage, action.microbatch
         try:
-            if self.guard is None:
-                step.execute(action)
-            else:
-                with self.guard(str(action), stage=stage, microbatch=microbatch):
-                    step.execute(action)
+            with self._guarded(str(action), microbatch):
+                step.hooks.launch(action)
+                step.handlers[action.kind](action)
+                step.hooks.finish(action)
         except (PeerError, CallbackError):
             raise
         except Exception as error:
@@ -159,9 +150,10 @@ class Engine:
                 step.hooks.after(action)
             step.hooks.close()
 
-    def _guarded(self, what: str) -> AbstractContextManager[None]:
-        guard = self.guard
-        return nullcontext() if guard is None else guard(what, stage=self.stage.index)
+    def _guarded(self, what: str, microbatch: int | None = None) -> AbstractContextManager[None]:
+        if self.guard is None:
+            return nullcontext()
+        return self.guard(what, stage=self.stage.index, microbatch=microbatch)
 
 
 class _Held(NamedTuple):
@@ -198,17 +190,7 @@ class _Step:
         self.microbatches = microbatches
         self.taken = taken
         self.train = train
-        self.hooks = engine.hooks.begin(
-            PipelineStep(
-                step=0,  # numbered there
-                schedule=engine.config.schedule if train else "forward_only",
-                train=train,
-                rank=self.stage.index if engine.rank is None else engine.rank,
-                stage=self.stage.index,
-                stages=self.stage.num_stages,
-                microbatches=len(microbatches),
-            )
-        )
+        self.hooks = engine.hooks.begin(engine, len(microbatches), train=train)
         self.want_logits = False
         self.want_loss = True
         self.result = StepResult()
@@ -231,12 +213,6 @@ class _Step:
             Kind.SEND_BACKWARD: self.send_backward,
             Kind.RECEIVE_BACKWARD: self.receive_backward,
         }
-
-    def execute(self, action: Action) -> None:
-        """Execute one action, and tell of it."""
-        self.hooks.launch(action)
-        self.handlers[action.kind](action)
-        self.hooks.finish(action)
 
     def receive_forward(self, action: Action) -> None:
         key = ("F", self.keys[action.microbatch])

@@ -11,13 +11,16 @@ The methods are named ``before_*`` and ``after_*`` without Lightning's ``on_``: 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from goose_strategy.errors import CallbackError, ConfigError, PeerError
 from goose_strategy.pipeline_parallel.schedule import Action, Kind
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from goose_strategy.mesh.mesh import ParallelMesh
+    from goose_strategy.pipeline_parallel.engine import Engine
 
 # By the values of `Kind`, as schedules that split the backward (I, W) or recompute (R) name them.
 HOOK_NAMES: Mapping[str, str] = {
@@ -35,6 +38,15 @@ HOOK_NAMES: Mapping[str, str] = {
 _RECEIVE_OF = {"F": Kind.RECEIVE_FORWARD, "B": Kind.RECEIVE_BACKWARD, "I": Kind.RECEIVE_BACKWARD}
 _RECEIVES = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
 _MESSAGES = (*_RECEIVES, Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+
+
+class Guard(Protocol):
+    """Surrounds every action, as ``Watchdog.guard`` does."""
+
+    def __call__(
+        self, what: str, *, stage: int | None = None, microbatch: int | None = None
+    ) -> AbstractContextManager[None]:
+        """Return the context of one action."""
 
 
 class PipelineEvent(NamedTuple):
@@ -226,11 +238,21 @@ class PipelineHooks:
             if (calls := tuple(getattr(c, name) for c in callbacks if _overrides(c, name)))
         }
 
-    def begin(self, step: PipelineStep) -> StepHooks:
-        """Number a call and return what is called in it."""
-        numbered = step._replace(step=self.calls, mesh=self.mesh)
+    def begin(self, engine: Engine, microbatches: int, *, train: bool) -> StepHooks:
+        """Number a call of an engine and return what is called in it."""
+        stage = engine.stage
+        step = PipelineStep(
+            step=self.calls,
+            schedule=engine.config.schedule if train else "forward_only",
+            train=train,
+            rank=stage.index if engine.rank is None else engine.rank,
+            stage=stage.index,
+            stages=stage.num_stages,
+            microbatches=microbatches,
+            mesh=self.mesh,
+        )
         self.calls += 1
-        return StepHooks(self._methods, numbered)
+        return StepHooks(self._methods, step)
 
 
 class StepHooks:

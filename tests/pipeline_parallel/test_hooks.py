@@ -237,7 +237,7 @@ def test_all_kinds_have_methods_also_those_of_split_and_recomputed_backwards() -
     log: Log = []
     hooks = PipelineHooks()
     hooks.add(Logger(log))
-    step = hooks.begin(PipelineStep(0, "ZB", True, 5, 1, 2, 1))
+    step = StepHooks(hooks._methods, PipelineStep(0, "ZB", True, 5, 1, 2, 1))
     receive = Action(1, Kind.RECEIVE_BACKWARD, 0)
     step.launch(receive)
     for kind in ("R", "I", "W"):
@@ -271,7 +271,7 @@ class _Other(str):
 
 
 def test_nobody_listening_costs_less_than_a_microsecond_per_action() -> None:
-    hooks = PipelineHooks().begin(PipelineStep(0, "1F1B", True, 0, 0, 2, 1))
+    hooks = StepHooks({}, PipelineStep(0, "1F1B", True, 0, 0, 2, 1))
     action = Action(0, Kind.FORWARD, 0)
 
     def one(hooks: StepHooks = hooks) -> None:

@@ -16,7 +16,7 @@ from goose_strategy.errors import ConfigError
 from goose_strategy.pipeline_parallel import timeline
 from goose_strategy.pipeline_parallel.config import PipelineConfig
 from goose_strategy.pipeline_parallel.engine import Engine
-from goose_strategy.pipeline_parallel.hooks import PipelineHooks, PipelineStep
+from goose_strategy.pipeline_parallel.hooks import PipelineHooks, PipelineStep, StepHooks
 from goose_strategy.pipeline_parallel.links import connect_stages
 from goose_strategy.pipeline_parallel.microbatch import split_batch
 from goose_strategy.pipeline_parallel.program import stage_program
@@ -168,7 +168,7 @@ def test_a_mark_costs_less_than_five_microseconds(tmp_path: Path) -> None:
         recorder = StepRecorder(tmp_path, steps=1, skip=0)
         hooks = PipelineHooks()
         hooks.add(recorder)
-        step = hooks.begin(PipelineStep(0, "1F1B", True, 0, 0, 2, count))
+        step = StepHooks(hooks._methods, PipelineStep(0, "1F1B", True, 0, 0, 2, count))
         step.open()
         actions = [Action(0, Kind.FORWARD, number) for number in range(count)]
         took = timeit.timeit(lambda: [(step.launch(a), step.finish(a)) for a in actions], number=1)
