@@ -12,30 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from goose_strategy.comm.p2p import Metas, metas_of
-from goose_strategy.errors import BatchError, PeerError, ScheduleError
+from goose_strategy.errors import BatchError, CallbackError, PeerError, ScheduleError
+from goose_strategy.pipeline_parallel.hooks import PipelineHooks
 from goose_strategy.pipeline_parallel.program import stage_program
 from goose_strategy.pipeline_parallel.schedule import Action, Kind
 from goose_strategy.pipeline_parallel.stage import LABELS, PipelineStage
 
 if TYPE_CHECKING:
     from goose_strategy.pipeline_parallel.config import PipelineConfig
+    from goose_strategy.pipeline_parallel.hooks import Guard
     from goose_strategy.pipeline_parallel.links import Expected, Link, Sent, StageLinks
-
-
-class Guard(Protocol):
-    """Surrounds every action, as ``Watchdog.guard`` does."""
-
-    def __call__(
-        self, what: str, *, stage: int | None = None, microbatch: int | None = None
-    ) -> AbstractContextManager[None]:
-        """Return the context of one action."""
 
 
 @dataclass
@@ -63,6 +56,7 @@ class Engine:
         config: Schedule and loss function.
         rank: Global rank, for messages.
         guard: Surrounds every action.
+        hooks: Callbacks that are told of every action.
     """
 
     def __init__(
@@ -73,12 +67,14 @@ class Engine:
         *,
         rank: int | None = None,
         guard: Guard | None = None,
+        hooks: PipelineHooks | None = None,
     ) -> None:
         self.stage = stage
         self.links = links
         self.config = config
         self.rank = rank
         self.guard = guard
+        self.hooks = hooks or PipelineHooks()
 
     def run(
         self,
@@ -119,6 +115,9 @@ class Engine:
         step = _Step(self, microbatches, todo.taken, train=train)
         step.want_logits, step.want_loss = want_logits and stage.is_last, want_loss
         with torch.enable_grad() if train else torch.no_grad():
+            if step.hooks.active:
+                with self._guarded("start of the step"):
+                    step.hooks.open()
             for action in todo.actions:
                 if action is todo.last_backward and before_last_backward is not None:
                     before_last_backward()
@@ -129,12 +128,11 @@ class Engine:
     def _execute(self, action: Action, step: _Step) -> None:
         stage, microbatch = action.stage, action.microbatch
         try:
-            if self.guard is None:
+            with self._guarded(str(action), microbatch):
+                step.hooks.launch(action)
                 step.handlers[action.kind](action)
-            else:
-                with self.guard(str(action), stage=stage, microbatch=microbatch):
-                    step.handlers[action.kind](action)
-        except PeerError:
+                step.hooks.finish(action)
+        except (PeerError, CallbackError):
             raise
         except Exception as error:
             raise ScheduleError(
@@ -146,10 +144,16 @@ class Engine:
 
     def _finish(self, step: _Step) -> None:
         """Wait for what is still being sent: its tensors may not be freed before."""
-        guard = self.guard
-        with nullcontext() if guard is None else guard("end of the step", stage=self.stage.index):
-            for pending in step.sends.values():
+        with self._guarded("end of the step"):
+            for action, pending in step.sends.items():
                 pending.wait()
+                step.hooks.after(action)
+            step.hooks.close()
+
+    def _guarded(self, what: str, microbatch: int | None = None) -> AbstractContextManager[None]:
+        if self.guard is None:
+            return nullcontext()
+        return self.guard(what, stage=self.stage.index, microbatch=microbatch)
 
 
 class _Held(NamedTuple):
@@ -186,6 +190,7 @@ class _Step:
         self.microbatches = microbatches
         self.taken = taken
         self.train = train
+        self.hooks = engine.hooks.begin(engine, len(microbatches), train=train)
         self.want_logits = False
         self.want_loss = True
         self.result = StepResult()
@@ -263,8 +268,11 @@ class _Step:
     def _wait(self, pending: dict[int, Expected], action: Action) -> tuple[Tensor, ...]:
         """Wait for an action's message, and free the sends that the neighbour took before it."""
         tensors = pending.pop(action.microbatch).wait()
+        self.hooks.arrived(action)
         for send in self.taken.get(action, ()):
             self.sends.pop(send).wait()
+            self.hooks.after(send)
+        self.hooks.before(action)
         return tensors
 
     def _take_result(self, output: Any, microbatch: Mapping[str, Any]) -> Tensor | None:
