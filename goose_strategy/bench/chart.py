@@ -95,6 +95,11 @@ class Chart:
     legend: tuple[tuple[str, str], ...]
     lines: tuple[tuple[str, str], ...]
 
+    @property
+    def legend_is_long(self) -> bool:
+        """Whether the legend needs a line of its own beside the title."""
+        return len(self.legend) + len(self.lines) > 4
+
 
 def make_chart(recording: Recording) -> Chart:
     """Return the chart of a recorded step; its time begins with the first work.
@@ -156,10 +161,8 @@ def _note(recording: Recording) -> str:
 
 
 def _name(row: Row, recording: Recording) -> str:
-    place = f"stage {row.pp}"
-    if len(recording.pipelines) > 1:
-        place += f", dp {row.dp}, tp {row.tp}"
-    return f"{place}\nrank {row.rank}"
+    among = f", dp {row.dp}, tp {row.tp}" if len(recording.pipelines) > 1 else ""
+    return f"stage {row.pp}\nrank {row.rank}{among}"
 
 
 def _idle(row: Row, recording: Recording) -> str:

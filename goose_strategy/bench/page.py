@@ -6,7 +6,7 @@ from html import escape
 
 from goose_strategy.bench.chart import FAINT, IDLE, INK, Chart
 
-LEFT, RIGHT, TOP, BOTTOM = 110, 70, 78, 58
+LEFT, RIGHT, TOP, BOTTOM = 110, 70, 88, 58
 ROW, GAP = 40, 16
 WIDTH = 1200
 _FONT = "font-family='system-ui, Helvetica, Arial, sans-serif'"
@@ -55,11 +55,13 @@ def _text(
 
 def _legend(chart: Chart) -> list[str]:
     parts, x = [], float(WIDTH - RIGHT)
+    top = 40 if chart.legend_is_long else 0
     for index, (colour, meaning) in reversed(list(enumerate([*chart.legend, *chart.lines]))):
         x -= 7.0 * len(meaning) + 34
         height, y = (14, 16) if index < len(chart.legend) else (2, 22)
+        y += top
         parts.append(f"<rect x='{x:.1f}' y='{y}' width='14' height='{height}' fill='{colour}'/>")
-        parts.append(_text(x + 20, 28, meaning, size=13))
+        parts.append(_text(x + 20, 28 + top, meaning, size=13))
     return parts
 
 

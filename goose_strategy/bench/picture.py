@@ -11,7 +11,7 @@ from goose_strategy.errors import ConfigError
 WIDTH_IN = 11.0
 ROW_IN = 0.48
 BOX = 0.7  # height of a box, where a row is 1
-LEFT, WIDE = 0.075, 0.86  # place of the rows, in parts of the width
+RIGHT = 0.935  # end of the rows, in parts of the width
 
 
 def png(chart: Chart, path: Path) -> None:
@@ -33,13 +33,20 @@ def png(chart: Chart, path: Path) -> None:
             ".html or .json, which need nothing."
         ) from error
     # Without pyplot: no window system is asked for, and no state is left behind.
-    height = 1.35 + ROW_IN * len(chart.rows)
+    height = 1.35 + ROW_IN * len(chart.rows) + (0.26 if chart.legend_is_long else 0.0)
     figure = Figure(figsize=(WIDTH_IN, height), dpi=100)
     FigureCanvasAgg(figure)
-    axes = figure.add_axes((LEFT, 0.48 / height, WIDE, ROW_IN * len(chart.rows) / height))
+    left = _left(chart)
+    axes = figure.add_axes((left, 0.48 / height, RIGHT - left, ROW_IN * len(chart.rows) / height))
     _draw(axes, chart)
     _words(figure, chart, height)
     figure.savefig(path, format="png", pil_kwargs={"optimize": True})
+
+
+def _left(chart: Chart) -> float:
+    """Return where the rows begin, in parts of the width, after the longest of their names."""
+    longest = max(len(line) for name in chart.rows for line in name.split("\n"))
+    return 0.025 + 0.0063 * max(longest, 8)
 
 
 def _draw(axes: Any, chart: Chart) -> None:
@@ -58,7 +65,7 @@ def _draw(axes: Any, chart: Chart) -> None:
             edgecolors="white",
             linewidth=0.8,
         )
-        inches = (box.end - box.start) / chart.duration * WIDTH_IN * WIDE
+        inches = (box.end - box.start) / chart.duration * WIDTH_IN * (RIGHT - _left(chart))
         if inches > 0.1 * len(box.label):
             middle = (box.start + box.end) / 2
             axes.text(middle, box.row, box.label, color="w", ha="center", va="center", size=9)
@@ -84,17 +91,19 @@ def _words(figure: Any, chart: Chart, height: float) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    figure.text(LEFT, 1 - 0.32 / height, chart.title, size=13, weight="bold", color=INK)
-    figure.text(LEFT, 1 - 0.58 / height, chart.subtitle, size=9.5, color=FAINT)
-    figure.text(LEFT, 0.06 / height, chart.note, size=8, color=FAINT)
-    figure.text(LEFT + WIDE + 0.008, 0.292 / height, "ms", size=8.5, color=FAINT)
+    left = _left(chart)
+    figure.text(left, 1 - 0.32 / height, chart.title, size=13, weight="bold", color=INK)
+    figure.text(left, 1 - 0.58 / height, chart.subtitle, size=9.5, color=FAINT)
+    figure.text(left, 0.06 / height, chart.note, size=8, color=FAINT)
+    figure.text(RIGHT + 0.008, 0.292 / height, "ms", size=8.5, color=FAINT)
+    below = 0.76 if chart.legend_is_long else 0.1
     figure.legend(
         handles=[
             *(Patch(color=colour, label=meaning) for colour, meaning in chart.legend),
             *(Line2D([], [], color=colour, lw=1.8, label=what) for colour, what in chart.lines),
         ],
         loc="upper right",
-        bbox_to_anchor=(LEFT + WIDE, 1 - 0.1 / height),
+        bbox_to_anchor=(RIGHT, 1 - below / height),
         ncols=len(chart.legend) + len(chart.lines),
         frameon=False,
         fontsize=9.5,

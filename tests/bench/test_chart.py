@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,5 +57,31 @@ def test_doubts_are_told(tmp_path: Path, header: dict[str, object], note: str) -
 def test_ranks_of_several_pipelines_are_told_apart(tmp_path: Path) -> None:
     record(tmp_path, 2, 2, replicas=2, latency=1)
     chart = make_chart(load(tmp_path))
-    assert chart.rows[2] == "stage 0, dp 1, tp 0\nrank 1"
+    assert chart.rows[2] == "stage 0\nrank 1, dp 1, tp 0"
     assert {(m.source, m.target) for m in chart.messages} == {(0, 1), (1, 0), (2, 3), (3, 2)}
+
+
+def test_a_split_backward_is_told_apart_and_needs_a_longer_legend(tmp_path: Path) -> None:
+    record(tmp_path, 2, 2)
+    whole = load(tmp_path)
+    assert not make_chart(whole).legend_is_long
+    kinds = {"B": ("R", "I", "W")}
+    rows = tuple(
+        replace(
+            row,
+            spans=tuple(
+                span._replace(kind=kind)
+                for span in row.spans
+                for kind in kinds.get(span.kind, (span.kind,))
+            ),
+        )
+        for row in whole.rows
+    )
+    chart = make_chart(replace(whole, rows=rows))
+    assert [meaning for _, meaning in chart.legend] == [
+        "forward",
+        "gradients of inputs",
+        "gradients of weights",
+        "recompute",
+    ]
+    assert chart.legend_is_long
