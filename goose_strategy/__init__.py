@@ -14,11 +14,17 @@ if TYPE_CHECKING:
     from goose_strategy.hub.pretrained import from_pretrained
     from goose_strategy.optim.config import ZeroConfig
     from goose_strategy.pipeline_parallel.config import PipelineConfig
+    from goose_strategy.pipeline_parallel.hooks import (
+        PipelineCallback,
+        PipelineEvent,
+        PipelineStep,
+    )
     from goose_strategy.runtime.core import ParallelRuntime
     from goose_strategy.runtime.settings import RuntimeConfig
     from goose_strategy.strategies.fabric import Goose3DStrategy as Goose3DFabricStrategy
     from goose_strategy.strategies.progress import Goose3DProgressBar
     from goose_strategy.strategies.pytorch import Goose3DStrategy
+    from goose_strategy.strategies.timeline import TimelineRecorder
     from goose_strategy.tensor_parallel.config import TensorConfig
 
 __all__ = [
@@ -27,9 +33,13 @@ __all__ = [
     "Goose3DStrategy",
     "GooseError",
     "ParallelRuntime",
+    "PipelineCallback",
     "PipelineConfig",
+    "PipelineEvent",
+    "PipelineStep",
     "RuntimeConfig",
     "TensorConfig",
+    "TimelineRecorder",
     "ZeroConfig",
     "from_pretrained",
 ]
@@ -42,9 +52,13 @@ __getattr__, __dir__ = lazy_exports(
         "Goose3DStrategy": "goose_strategy.strategies.pytorch:Goose3DStrategy",
         "GooseError": "goose_strategy.errors:GooseError",
         "ParallelRuntime": "goose_strategy.runtime.core:ParallelRuntime",
+        "PipelineCallback": "goose_strategy.pipeline_parallel.hooks:PipelineCallback",
         "PipelineConfig": "goose_strategy.pipeline_parallel.config:PipelineConfig",
+        "PipelineEvent": "goose_strategy.pipeline_parallel.hooks:PipelineEvent",
+        "PipelineStep": "goose_strategy.pipeline_parallel.hooks:PipelineStep",
         "RuntimeConfig": "goose_strategy.runtime.settings:RuntimeConfig",
         "TensorConfig": "goose_strategy.tensor_parallel.config:TensorConfig",
+        "TimelineRecorder": "goose_strategy.strategies.timeline:TimelineRecorder",
         "ZeroConfig": "goose_strategy.optim.config:ZeroConfig",
         "from_pretrained": "goose_strategy.hub.pretrained:from_pretrained",
     },

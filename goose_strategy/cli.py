@@ -23,8 +23,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
-import goose_strategy.strategies.pytorch  # noqa: F401  makes bare class names known
-from goose_strategy.bench import step
+import goose_strategy.strategies.pytorch
+import goose_strategy.strategies.timeline  # noqa: F401  makes bare class names known
+from goose_strategy.bench import step, timeline
 from goose_strategy.errors import (
     BatchError,
     CheckpointError,
@@ -52,6 +53,7 @@ Publish:
 
 Measure:
   bench step [--config recipe.yaml] [--json]   step time beside one process and Fabric ddp
+  timeline DIR [--out x.png] [--step N]        draw a step that TimelineRecorder recorded
 
 Classes named in a config are looked for beside the config file, then in the current folder, then
 among the installed packages.
@@ -99,10 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command == "bench":
             return _bench(arguments[1:])
+        if command == "timeline":
+            return timeline.main(arguments[1:])
         if command == "export":
             return _export(arguments[1:])
         if command not in SUBCOMMANDS:
-            known = ", ".join((*SUBCOMMANDS, "export", "bench"))
+            known = ", ".join((*SUBCOMMANDS, "export", "bench", "timeline"))
             raise ConfigError(f"command={command!r} is not known; choose one of {known}.")
         make_importable(arguments)
         # Lightning's loops call this on every rank; a user cannot act on it.

@@ -53,6 +53,10 @@ class ScheduleError(GooseError, RuntimeError):
     """A pipeline schedule is invalid or broke while it ran."""
 
 
+class CallbackError(GooseError, RuntimeError):
+    """A pipeline callback raised; the message names it and the action it was told of."""
+
+
 class BatchError(GooseError, ValueError):
     """A batch cannot be trained on: empty, ragged, or different on ranks that must agree."""
 

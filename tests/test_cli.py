@@ -14,7 +14,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from goose_strategy import Goose3DProgressBar, Goose3DStrategy, cli
+from goose_strategy import Goose3DProgressBar, Goose3DStrategy, TimelineRecorder, cli
 from goose_strategy.bench import step
 from goose_strategy.errors import BatchError, PlanError
 
@@ -94,6 +94,27 @@ def test_nested_settings_are_overridden(run: Any) -> None:
     config = config_of(trainer)
     assert (config.tp, config.pp) == (1, 4)
     assert (config.pipeline.schedule, config.pipeline.num_microbatches) == ("GPipe", 16)
+
+
+def test_a_recorder_of_timelines_can_be_named_in_a_recipe(run: Any, tmp_path: Path) -> None:
+    code, trainer, _ = run(
+        "--trainer.callbacks=TimelineRecorder",
+        f"--trainer.callbacks.dir={tmp_path / 'lines'}",
+        "--trainer.callbacks.steps=3",
+    )
+    assert code == 0
+    (recorder,) = [call for call in trainer.callbacks if isinstance(call, TimelineRecorder)]
+    assert (recorder.dir, recorder.steps, recorder.skip) == (tmp_path / "lines", 3, 1)
+
+
+def test_wrong_settings_of_a_recorder_are_one_line(run: Any, tmp_path: Path) -> None:
+    code, _, told = run(
+        "--trainer.callbacks=goose_strategy.TimelineRecorder",
+        f"--trainer.callbacks.dir={tmp_path / 'lines'}",
+        "--trainer.callbacks.steps=0",
+    )
+    assert code == 2
+    assert "steps=0 must be at least 1" in told
 
 
 def test_the_bare_name_is_a_drop_in_for_ddp(run: Any) -> None:

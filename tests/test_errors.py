@@ -9,6 +9,7 @@ import pytest
 from goose_strategy import errors
 from goose_strategy.errors import (
     BatchError,
+    CallbackError,
     CheckpointError,
     ConfigError,
     GooseError,
@@ -20,6 +21,7 @@ from goose_strategy.errors import (
 
 CLASSES = [
     BatchError,
+    CallbackError,
     CheckpointError,
     ConfigError,
     MeshError,

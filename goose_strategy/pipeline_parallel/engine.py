@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from goose_strategy.comm.p2p import Metas, metas_of
-from goose_strategy.errors import BatchError, PeerError, ScheduleError
+from goose_strategy.errors import BatchError, CallbackError, PeerError, ScheduleError
+from goose_strategy.pipeline_parallel.hooks import PipelineHooks
 from goose_strategy.pipeline_parallel.microbatch import precision_of, signature_of
 from goose_strategy.pipeline_parallel.program import StageProgram, stage_program
 from goose_strategy.pipeline_parallel.replay import Replay, Seen
@@ -27,17 +28,9 @@ from goose_strategy.pipeline_parallel.schedule import Action, Kind
 
 if TYPE_CHECKING:
     from goose_strategy.pipeline_parallel.config import PipelineConfig
+    from goose_strategy.pipeline_parallel.hooks import Guard
     from goose_strategy.pipeline_parallel.links import Expected, Link, Sent, StageLinks
     from goose_strategy.pipeline_parallel.stage import PipelineStage
-
-
-class Guard(Protocol):
-    """Surrounds every action, as ``Watchdog.guard`` does."""
-
-    def __call__(
-        self, what: str, *, stage: int | None = None, microbatch: int | None = None
-    ) -> AbstractContextManager[None]:
-        """Return the context of one action."""
 
 
 @dataclass
@@ -65,6 +58,7 @@ class Engine:
         config: Schedule and loss function.
         rank: Global rank, for messages.
         guard: Surrounds every action.
+        hooks: Callbacks that are told of every action.
     """
 
     def __init__(
@@ -75,6 +69,7 @@ class Engine:
         *,
         rank: int | None = None,
         guard: Guard | None = None,
+        hooks: PipelineHooks | None = None,
     ) -> None:
         self.stage = stage
         self.links = links
@@ -82,6 +77,7 @@ class Engine:
         self.rank = rank
         self.guard = guard
         self.replay = Replay(stage.module) if config.recompute == "full" else None
+        self.hooks = hooks or PipelineHooks()
 
     def run(
         self,
@@ -123,6 +119,9 @@ class Engine:
         step = _Step(self, microbatches, todo, train=train)
         step.want_logits, step.want_loss = want_logits and stage.is_last, want_loss
         with torch.enable_grad() if train else torch.no_grad():
+            if step.hooks.active:
+                with self._guarded("start of the step"):
+                    step.hooks.open()
             for action in todo.actions:
                 if action is todo.last_backward and before_last_backward is not None:
                     before_last_backward()
@@ -133,12 +132,11 @@ class Engine:
     def _execute(self, action: Action, step: _Step) -> None:
         stage, microbatch = action.stage, action.microbatch
         try:
-            if self.guard is None:
+            with self._guarded(str(action), microbatch):
+                step.hooks.launch(action)
                 step.handlers[action.kind](action)
-            else:
-                with self.guard(str(action), stage=stage, microbatch=microbatch):
-                    step.handlers[action.kind](action)
-        except PeerError:
+                step.hooks.finish(action)
+        except (PeerError, CallbackError):
             raise
         except Exception as error:
             raise ScheduleError(
@@ -150,10 +148,16 @@ class Engine:
 
     def _finish(self, step: _Step) -> None:
         """Wait for what is still being sent: its tensors may not be freed before."""
-        guard = self.guard
-        with nullcontext() if guard is None else guard("end of the step", stage=self.stage.index):
-            for pending in step.sends.values():
+        with self._guarded("end of the step"):
+            for action, pending in step.sends.items():
                 pending.wait()
+                step.hooks.after(action)
+            step.hooks.close()
+
+    def _guarded(self, what: str, microbatch: int | None = None) -> AbstractContextManager[None]:
+        if self.guard is None:
+            return nullcontext()
+        return self.guard(what, stage=self.stage.index, microbatch=microbatch)
 
 
 class _Held(NamedTuple):
@@ -216,6 +220,7 @@ class _Step:
         self.recomputed = todo.recomputed
         self.replay = engine.replay
         self.train = train
+        self.hooks = engine.hooks.begin(engine, len(microbatches), train=train)
         self.want_logits = False
         self.want_loss = True
         self.result = StepResult()
@@ -335,8 +340,11 @@ class _Step:
     def _wait(self, pending: dict[int, Expected], action: Action) -> tuple[Tensor, ...]:
         """Wait for an action's message, and free the sends that the neighbour took before it."""
         tensors = pending.pop(action.microbatch).wait()
+        self.hooks.arrived(action)
         for send in self.taken.get(action, ()):
             self.sends.pop(send).wait()
+            self.hooks.after(send)
+        self.hooks.before(action)
         return tensors
 
     def _loss(

@@ -17,7 +17,7 @@ Both of Lightning's doors translate to these verbs, and a plain torch loop can c
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from goose_strategy.errors import BatchError, ConfigError, MeshError
 from goose_strategy.mesh.layout import MeshLayout
 from goose_strategy.mesh.mesh import ParallelMesh
 from goose_strategy.optim.clip import clip_grad_norm, clip_grad_value
+from goose_strategy.pipeline_parallel.hooks import PipelineHooks
 from goose_strategy.runtime.model import ShardedModel
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class ParallelRuntime:
     def __init__(self, config: RuntimeConfig) -> None:
         self.config = config
         self.models: list[ShardedModel] = []
+        self.hooks = PipelineHooks()
         self._mesh: ParallelMesh | None = None
         self._watchdog: Watchdog | None = None
         self._broadcast_batches = False
@@ -99,7 +101,7 @@ class ParallelRuntime:
             return
         layout = self.check_world(torch.distributed.get_world_size())
         self._mesh = ParallelMesh.create(layout, device=device, timeout=timeout)
-        pipeline = self.config.pipeline
+        self.hooks.mesh, pipeline = self._mesh, self.config.pipeline
         self._watchdog = Watchdog(
             self._mesh,
             store=default_store(),
@@ -135,6 +137,7 @@ class ParallelRuntime:
         if known is None:
             self._sharded += 1
             known = ShardedModel(module, self.mesh, self.config, self._watchdog, self._sharded)
+            known.hooks = self.hooks
             known.shard(optimizers, hook_forward=hook_forward)
             known.guard.mode = "broadcast" if self._broadcast_batches else "check"
             # One that was sharded anew by another runtime has been closed here.
@@ -246,10 +249,7 @@ class ParallelRuntime:
     @contextmanager
     def watch(self, what: str) -> Generator[None, None, None]:
         """Guard a block by the watchdog's deadline."""
-        if self._watchdog is None:
-            yield
-            return
-        with self._watchdog.guard(what):
+        with nullcontext() if self._watchdog is None else self._watchdog.guard(what):
             yield
 
     def clip_grad_norm(

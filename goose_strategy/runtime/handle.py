@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from goose_strategy.data_parallel.reducer import Reducer
     from goose_strategy.mesh.mesh import ParallelMesh
+    from goose_strategy.pipeline_parallel.hooks import PipelineHooks
     from goose_strategy.runtime.batch import Batch, BatchGuard
     from goose_strategy.runtime.counting import TokenCount
     from goose_strategy.runtime.dropout import DropoutStream
@@ -33,6 +34,7 @@ class Handle(Protocol):
         global_loss: Whether a causal LM's loss is summed over the replicas.
         guard: Compares batches over the ranks of one replica.
         module: The user's module.
+        hooks: Callbacks that are told of every action of a pipeline.
     """
 
     mesh: ParallelMesh
@@ -42,6 +44,7 @@ class Handle(Protocol):
     global_loss: bool
     guard: BatchGuard
     module: nn.Module
+    hooks: PipelineHooks
 
     @property
     def surgery(self) -> Surgery:

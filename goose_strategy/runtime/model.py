@@ -19,6 +19,7 @@ from goose_strategy.data_parallel.reducer import Reducer
 from goose_strategy.errors import BatchError, ConfigError
 from goose_strategy.hub.read import check_readable, fingerprints, is_unread, while_cut
 from goose_strategy.optim.supported import check_supported
+from goose_strategy.pipeline_parallel.hooks import PipelineHooks
 from goose_strategy.runtime.batch import Batch, BatchGuard
 from goose_strategy.runtime.dropout import DropoutStream
 from goose_strategy.runtime.filling import fill, refuse_unfilled
@@ -69,6 +70,7 @@ class ShardedModel:
         sync: Whether the next backward reduces gradients over dp.
         global_loss: Whether a causal LM's loss is summed over the replicas.
         guard: Compares batches over the ranks of one replica.
+        hooks: Callbacks around the actions of a pipeline; set before `shard`.
         closed: Whether the module was given back.
         unfilled: Parameters and buffers that hold NaN until a checkpoint is loaded: the module
             was on the meta device, and not made by `from_pretrained`.
@@ -90,6 +92,7 @@ class ShardedModel:
         self.reducer: Reducer | None = None
         self.sync = True
         self.global_loss = True
+        self.hooks = PipelineHooks()
         self.guard = BatchGuard(mesh, self.watch)
         self._watchdog = watchdog
         self._ordinal = ordinal

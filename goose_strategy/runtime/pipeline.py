@@ -54,6 +54,7 @@ class PipelineCall:
             self._config,
             rank=model.mesh.rank,
             guard=None if watchdog is None else watchdog.guard,
+            hooks=model.hooks,
         )
 
     def __call__(

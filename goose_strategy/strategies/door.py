@@ -21,6 +21,7 @@ from goose_strategy.comm.collectives import barrier, broadcast_object
 from goose_strategy.compat.transformers import non_persistent_float_buffers
 from goose_strategy.errors import ConfigError
 from goose_strategy.pipeline_parallel.config import PipelineConfig
+from goose_strategy.pipeline_parallel.hooks import PipelineCallback
 from goose_strategy.pipeline_parallel.schedule import SCHEDULES
 from goose_strategy.runtime.core import ParallelRuntime
 from goose_strategy.runtime.settings import RuntimeConfig
@@ -46,6 +47,7 @@ class Door:
     backend: str | None = None
     timeout: timedelta | None = None
     runtime: ParallelRuntime = field(init=False)
+    _adopted: list[PipelineCallback] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.runtime = ParallelRuntime(self.config)
@@ -107,6 +109,21 @@ class Door:
     def export(self, module: nn.Module, path: Any, settings: dict[str, Any]) -> None:
         """Write a model for the hub; the module may be in Fabric's wrapper."""
         self.runtime.export(compat.unwrap_module(module), path, **settings)
+
+    def adopt(self, trainer: Any) -> None:
+        """Register the pipeline callbacks of a Trainer, in its order.
+
+        Those taken from its list since, or of an earlier Trainer, are let go.
+        """
+        hooks = self.runtime.hooks
+        mine = [c for c in trainer.callbacks if isinstance(c, PipelineCallback)]
+        for former in self._adopted:
+            if former in hooks.callbacks and former not in mine:
+                hooks.remove(former)
+        adopted = [c for c in mine if c in self._adopted or c not in hooks.callbacks]
+        for callback in mine:
+            hooks.add(callback)
+        self._adopted = adopted
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Seed workers by data parallel rank; mark batches that no sampler controls."""

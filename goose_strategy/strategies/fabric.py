@@ -32,6 +32,7 @@ from goose_strategy.strategies.door import (
     keep_rotary_in_fp32,
     wrong_door,
 )
+from goose_strategy.strategies.verbs import StrategyVerbs
 from goose_strategy.tensor_parallel.config import TensorConfig
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from goose_strategy.runtime.core import ParallelRuntime
 
 
-class Goose3DStrategy(ParallelStrategy):
+class Goose3DStrategy(StrategyVerbs, ParallelStrategy):
     """Megatron-style tensor x pipeline x data parallelism with ZeRO-1, for Lightning Fabric.
 
     Exported as ``goose_strategy.Goose3DFabricStrategy``. The data parallel size is what is left:
@@ -99,21 +100,6 @@ class Goose3DStrategy(ParallelStrategy):
         config = self._door.config
         hint = wrong_door("lightning.fabric.Fabric", "Goose3DFabricStrategy", "Goose3DStrategy")
         return f"Goose3DFabricStrategy(tp={config.tp}, pp={config.pp}) [{hint}]"
-
-    @property
-    def runtime(self) -> ParallelRuntime:
-        """The runtime behind this strategy: mesh, sharded models, gradients."""
-        return self._door.runtime
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Which shard of the data this process should read."""
-        return self.runtime.mesh.dp_rank
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Into how many shards the data is split."""
-        return self.runtime.mesh.dp_size
 
     @property
     @override

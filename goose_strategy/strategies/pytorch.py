@@ -37,15 +37,14 @@ from goose_strategy.strategies.door import (
     wrong_door,
 )
 from goose_strategy.strategies.refusals import refuse_callbacks, refuse_twin_package
+from goose_strategy.strategies.verbs import StrategyVerbs
 from goose_strategy.tensor_parallel.config import TensorConfig
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from goose_strategy.runtime.core import ParallelRuntime
 
-
-class Goose3DStrategy(ParallelStrategy):
+class Goose3DStrategy(StrategyVerbs, ParallelStrategy):
     """Megatron-style tensor x pipeline x data parallelism with ZeRO-1, for the Lightning Trainer.
 
     The data parallel size is what is left: ``devices * num_nodes / (tp * pp)``.
@@ -110,21 +109,6 @@ class Goose3DStrategy(ParallelStrategy):
             "Goose3DFabricStrategy",
         )
         return f"Goose3DStrategy(tp={config.tp}, pp={config.pp}) [{hint}]"
-
-    @property
-    def runtime(self) -> ParallelRuntime:
-        """The runtime behind this strategy: mesh, sharded models, gradients."""
-        return self._door.runtime
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Which shard of the data this process should read."""
-        return self.runtime.mesh.dp_rank
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Into how many shards the data is split."""
-        return self.runtime.mesh.dp_size
 
     @property
     @override
@@ -223,6 +207,7 @@ class Goose3DStrategy(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         module = self._module()
         refuse_callbacks(trainer)
+        self._door.adopt(trainer)
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(module)

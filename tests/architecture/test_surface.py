@@ -10,9 +10,13 @@ PUBLIC = [
     "Goose3DStrategy",
     "GooseError",
     "ParallelRuntime",
+    "PipelineCallback",
     "PipelineConfig",
+    "PipelineEvent",
+    "PipelineStep",
     "RuntimeConfig",
     "TensorConfig",
+    "TimelineRecorder",
     "ZeroConfig",
     "from_pretrained",
 ]

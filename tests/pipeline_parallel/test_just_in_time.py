@@ -6,10 +6,7 @@ All stages run in one process, a thread each; dropout needs processes (``tests/p
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from goose_strategy.errors import ScheduleError
-from goose_strategy.pipeline_parallel import engine as engine_module
 from goose_strategy.pipeline_parallel.config import PipelineConfig
+from goose_strategy.pipeline_parallel.hooks import PipelineCallback, PipelineEvent
 from goose_strategy.pipeline_parallel.microbatch import split_batch
-from goose_strategy.pipeline_parallel.program import program
-from goose_strategy.pipeline_parallel.tables.peaks import peak_memory
 from tests.pipeline_parallel.cases import (
     batch_of,
     counted,
@@ -234,119 +229,6 @@ def test_a_model_that_answers_otherwise_is_refused() -> None:
         pipeline.run(split(toy_batch(), 2), train=True)
 
 
-# -- memory ----------------------------------------------------------------------------------------
-
-
-class Held:
-    """Counts the bytes of the storages that autograd and the engine hold, each once."""
-
-    def __init__(self, stage: Any) -> None:
-        own = (*stage.module.parameters(), *stage.module.buffers())
-        self.ignored = {t.untyped_storage().data_ptr() for t in own}
-        self.saved: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.step: Any = None
-        self.peak = 0
-
-    def pack(self, tensor: Tensor) -> Any:
-        box = _Box(tensor)
-        self.saved.add(box)
-        return box
-
-    def bytes(self) -> int:
-        tensors = [box.tensor for box in self.saved]
-        for kept in (*self.step.kept.values(), *self.step.held.values()):
-            tensors += kept.received
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-        return sum(s.nbytes() for at, s in storages.items() if at not in self.ignored)
-
-    def look(self) -> None:
-        self.peak = max(self.peak, self.bytes())
-
-
-class _Box:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def held_at_peak(
-    pipeline: Pipeline, parts: Any, monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[int], list[int]]:
-    """Return per stage the bytes held at the peak, and those of one microbatch's graph."""
-    watched = [Held(stage) for stage in pipeline.stages]
-    single = [0] * len(watched)
-    init = engine_module._Step.__init__
-
-    def noted(step: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
-        init(step, engine, *args, **kwargs)
-        watched[engine.stage.index].step = step
-
-    monkeypatch.setattr(engine_module._Step, "__init__", noted)
-
-    def looking(held: Held, index: int) -> Any:
-        @contextmanager
-        def guard(what: str, **_: Any) -> Any:
-            yield
-            held.look()
-            if single[index] == 0 and what[1] == "R":
-                others = [kept.received for kept in held.step.kept.values()]
-                single[index] = held.bytes() - sum(t.nbytes for r in others for t in r)
-
-        return guard
-
-    def wrapped(run: Callable[..., Any], held: Held) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda box: box.tensor):
-                return run(*args, **kwargs)
-
-        return SimpleNamespace(run=call)
-
-    engines = pipeline.engines
-    for index, (one, held) in enumerate(zip(engines, watched, strict=True)):
-        one.guard = looking(held, index)
-        engines[index] = wrapped(one.run, held)  # type: ignore[call-overload]
-    pipeline.run(parts, train=True)
-    return [held.peak for held in watched], single
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_peak_is_that_of_the_table(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of("llama", layers=8)
-    parts = split(batch_of(16, seq_len=16, padded=False), 8)
-    pipeline = make_pipeline(model, 4, config=full(schedule, partition="uniform"))
-    # Hidden states of the two rows of a microbatch, in fp64; the first stage's are the user's own.
-    inputs = [0, *[2 * 16 * 32 * 8] * 3]
-    peaks, graphs = held_at_peak(pipeline, parts, monkeypatch)
-    table = program(schedule, 4, 8, recompute=True)
-    if schedule == "1F1B":
-        # Nothing is computed again there.
-        graphs[-1] = peaks[-1]
-    predicted = peak_memory(table, graphs, inputs)
-    for peak, expected in zip(peaks, predicted, strict=True):
-        assert abs(peak - expected) <= 0.02 * expected
-    kept = make_pipeline(model, 4, config=PipelineConfig(schedule=schedule, partition="uniform"))  # type: ignore[arg-type]
-    without, _ = held_at_peak(kept, parts, monkeypatch)
-    bare = program(schedule, 4, 8)
-    for more, expected in zip(without, peak_memory(bare, graphs), strict=True):
-        assert abs(more - expected) <= 0.02 * expected
-    assert peaks[0] < 0.3 * without[0]
-
-
-def test_a_forward_that_keeps_its_graph_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = split(batch_of(8, seq_len=16, padded=False), 4)
-    right, wrong = (make_pipeline(model_of("llama"), 2, config=full("GPipe")) for _ in range(2))
-    stage, graphs = wrong.stages[0], []
-    forward = stage.forward
-
-    def keeping(*args: Any) -> Any:
-        with torch.enable_grad():
-            graphs.append(forward(*args))
-        return graphs[-1]
-
-    stage.forward = keeping  # type: ignore[method-assign]
-    held = [held_at_peak(one, parts, monkeypatch)[0][0] for one in (right, wrong)]
-    assert held[1] > 3 * held[0]
-
-
 # -- time ------------------------------------------------------------------------------------------
 
 
@@ -385,3 +267,30 @@ def test_a_recompute_runs_while_its_gradient_is_late(schedule: str) -> None:
         assert posted[1] <= again[0]
         assert again[1] <= arrived[number] <= backward[1]
         assert again[1] <= backward[0]
+
+
+class Told(PipelineCallback):
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def before_recompute(self, event: PipelineEvent) -> None:
+        self.seen.append(f"R{event.microbatch}")
+
+    def after_recompute(self, event: PipelineEvent) -> None:
+        self.seen.append(f"/R{event.microbatch}")
+
+    def after_receive(self, event: PipelineEvent) -> None:
+        self.seen.append(f"{event.kind}{event.microbatch}")
+
+    def before_backward(self, event: PipelineEvent) -> None:
+        self.seen.append(f"B{event.microbatch}")
+
+
+def test_callbacks_are_told_of_it_before_the_gradient_is_there() -> None:
+    pipeline = make_pipeline(model_of("llama"), 2, config=full())
+    told = Told()
+    pipeline.engines[0].hooks.add(told)
+    pipeline.run(split(batch_of(2), 2), train=True)
+    assert told.seen == ["R0", "/R0", "RECV_B0", "B0", "R1", "/R1", "RECV_B1", "B1"]

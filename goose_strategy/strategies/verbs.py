@@ -1,0 +1,56 @@
+"""What both strategies offer a user beyond Lightning's own methods, word for word the same.
+
+The two bases of Lightning's share no class, so these stand beside them; each method hands on to the
+runtime.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from goose_strategy.pipeline_parallel.hooks import PipelineCallback
+    from goose_strategy.runtime.core import ParallelRuntime
+    from goose_strategy.strategies.door import Door
+
+
+class StrategyVerbs:
+    """Methods of both doors; the strategy holds the `Door`."""
+
+    _door: Door
+
+    @property
+    def runtime(self) -> ParallelRuntime:
+        """The runtime behind this strategy: mesh, sharded models, gradients."""
+        return self._door.runtime
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which shard of the data this process should read."""
+        return self.runtime.mesh.dp_rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Into how many shards the data is split."""
+        return self.runtime.mesh.dp_size
+
+    def add_pipeline_callback(self, callback: PipelineCallback) -> None:
+        """Call an object before and after every action of a pipeline, after those added before.
+
+        Call it on all ranks; it counts from the next call of a model on.
+
+        Args:
+            callback: The object. One that is registered already stays where it is.
+
+        Raises:
+            ConfigError: If it is no `PipelineCallback`, or overrides none of its methods.
+        """
+        self.runtime.hooks.add(callback)
+
+    def remove_pipeline_callback(self, callback: PipelineCallback) -> None:
+        """Call an object no longer.
+
+        Raises:
+            ConfigError: If it is not registered.
+        """
+        self.runtime.hooks.remove(callback)
