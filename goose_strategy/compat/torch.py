@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import Store, distributed_c10d
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+
+    from torch import nn
 
 
 def default_store() -> Store:
@@ -58,3 +61,23 @@ def inside_backward() -> bool:
     """
     running: int = torch._C._current_graph_task_id()
     return running != -1
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor, or another one with the same storage, was written to in place.
+
+    torch documents the counter in its notes on autograd and has no public name for it. Tensors made
+    in inference mode keep none.
+    """
+    if tensor.is_inference():
+        return 0
+    version: int = tensor._version
+    return version
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether anything was hooked behind a module's own forward.
+
+    ``register_forward_hook`` is public; there is no public way to ask whether somebody called it.
+    """
+    return bool(module._forward_hooks)

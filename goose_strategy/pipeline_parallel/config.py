@@ -20,7 +20,7 @@ DEFAULT_MICROBATCHES_PER_STAGE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How a model is cut in depth and how its stages take turns. Unused at ``pp=1``.
+    """How a model is cut in depth and how its stages take turns. At ``pp=1`` only `recompute` acts.
 
     Attributes:
         schedule: ``"1F1B"`` (a stage holds activations of at most ``pp`` microbatches) or
@@ -30,6 +30,11 @@ class PipelineConfig:
             share of a step is ``(pp - 1) / (num_microbatches + pp - 1)``.
         partition: ``"balanced"`` (stages of equal work, the head counted), ``"uniform"`` (the same
             number of layers), or the number of layers of each stage.
+        recompute: What is computed a second time instead of kept. ``"none"``. ``"full"`` (needs
+            ``pp > 1``): a stage keeps only the inputs of a microbatch, and runs its forward again
+            while the gradient is still on its way. ``"layer"``: within the backward, one decoder
+            layer after another. Or names of modules in the model, layer numbers as ``*``, which
+            take the place of the layers: ``["model.layers.*.mlp"]``.
         trim_padding: Drop the columns on the right that are padding in every row of a microbatch.
         return_logits: Collect the logits on the last stage in training calls too.
         loss_fn: Loss of the last stage's outputs where the model's own is not wanted. It returns
@@ -42,6 +47,7 @@ class PipelineConfig:
     num_microbatches: int | None = None
     # Not str: a command line's "[1, 3]" would be taken for a name.
     partition: Literal["balanced", "uniform"] | list[int] = "balanced"
+    recompute: Literal["none", "full", "layer"] | list[str] = "none"
     trim_padding: bool = False
     return_logits: bool = False
     loss_fn: LossFunction | None = None
@@ -62,6 +68,7 @@ class PipelineConfig:
             one_of(["balanced", "uniform", "a list of layers per stage"], partition=self.partition)
         else:
             self._check_listed(self.partition)
+        self._check_recompute()
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise ConfigError(
                 f"loss_fn={self.loss_fn!r} cannot be called; pass a function "
@@ -74,6 +81,17 @@ class PipelineConfig:
         if self.num_microbatches is not None:
             return self.num_microbatches
         return DEFAULT_MICROBATCHES_PER_STAGE * stages
+
+    def _check_recompute(self) -> None:
+        if isinstance(self.recompute, str):
+            one_of(["none", "full", "layer"], recompute=self.recompute)
+            return
+        named = [name for name in self.recompute if isinstance(name, str) and name]
+        if not named or len(named) != len(self.recompute):
+            raise ConfigError(
+                f"recompute={list(self.recompute)!r} must list names of modules, such as "
+                "['model.layers.*.mlp'], or be one of 'none', 'full', 'layer'."
+            )
 
     @staticmethod
     def _check_listed(partition: list[int]) -> None:

@@ -21,14 +21,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from goose_strategy.comm.p2p import Metas, metas_of
 from goose_strategy.errors import BatchError, CallbackError, PeerError, ScheduleError
 from goose_strategy.pipeline_parallel.hooks import PipelineHooks
-from goose_strategy.pipeline_parallel.program import stage_program
+from goose_strategy.pipeline_parallel.microbatch import precision_of, signature_of
+from goose_strategy.pipeline_parallel.program import StageProgram, stage_program
+from goose_strategy.pipeline_parallel.replay import Replay, Seen
 from goose_strategy.pipeline_parallel.schedule import Action, Kind
-from goose_strategy.pipeline_parallel.stage import LABELS, PipelineStage
 
 if TYPE_CHECKING:
     from goose_strategy.pipeline_parallel.config import PipelineConfig
     from goose_strategy.pipeline_parallel.hooks import Guard
     from goose_strategy.pipeline_parallel.links import Expected, Link, Sent, StageLinks
+    from goose_strategy.pipeline_parallel.stage import PipelineStage
 
 
 @dataclass
@@ -75,6 +77,7 @@ class Engine:
         self.rank = rank
         self.guard = guard
         self.hooks = hooks or PipelineHooks()
+        self.replay = Replay(stage.module) if config.recompute == "full" else None
 
     def run(
         self,
@@ -111,8 +114,9 @@ class Engine:
             len(microbatches),
             train=train,
             stage=stage.index,
+            recompute=train and self.replay is not None,
         )
-        step = _Step(self, microbatches, todo.taken, train=train)
+        step = _Step(self, microbatches, todo, train=train)
         step.want_logits, step.want_loss = want_logits and stage.is_last, want_loss
         with torch.enable_grad() if train else torch.no_grad():
             if step.hooks.active:
@@ -163,14 +167,38 @@ class _Held(NamedTuple):
         received: The stage's inputs; leaves of its graph.
         edges: Where in the graph each differentiable output was made; ``None`` if no gradient
             flows. Edges, not tensors: the outputs are freed once they are sent.
-        metas: Shapes and types of the gradients to come.
         seed: On the last stage, the gradient to start with.
     """
 
     received: tuple[Tensor, ...]
     edges: list[GradientEdge | None]
-    metas: Metas
     seed: tuple[Tensor, ...]
+
+
+class _Kept(NamedTuple):
+    """What a forward without a graph leaves to its recompute.
+
+    Attributes:
+        received: The stage's inputs.
+        seen: The random state, and what else it found.
+    """
+
+    received: tuple[Tensor, ...]
+    seen: Seen
+
+
+class _Computed(NamedTuple):
+    """What a forward of the stage gave.
+
+    Attributes:
+        output: What the stage returned.
+        roots: Where a backward starts: the loss on the last stage, else all float outputs.
+        counted: What ``loss_fn`` counted.
+    """
+
+    output: Any
+    roots: list[Tensor]
+    counted: Tensor | None = None
 
 
 class _Step:
@@ -180,7 +208,7 @@ class _Step:
         self,
         engine: Engine,
         microbatches: Sequence[Mapping[str, Any]],
-        taken: Mapping[Action, tuple[Action, ...]],
+        todo: StageProgram,
         *,
         train: bool,
     ) -> None:
@@ -188,19 +216,27 @@ class _Step:
         self.links = engine.links
         self.loss_fn = engine.config.loss_fn
         self.microbatches = microbatches
-        self.taken = taken
+        self.taken = todo.taken
+        self.recomputed = todo.recomputed
+        self.replay = engine.replay
         self.train = train
         self.hooks = engine.hooks.begin(engine, len(microbatches), train=train)
         self.want_logits = False
         self.want_loss = True
         self.result = StepResult()
-        device_type, autocast = _precision(microbatches)
+        device_type, autocast = precision_of(microbatches)
         # Under autocast a backward would be cast anew; it follows its forward's types.
         self.plain: Callable[[], AbstractContextManager[object]] = (
             partial(torch.autocast, device_type, enabled=False) if autocast else nullcontext
         )
-        self.keys = [(autocast, *_signature(one)) for one in microbatches]
+        self.keys = [(autocast, *signature_of(one)) for one in microbatches]
+        # A forward without a graph leaves none of its casts in autocast's cache.
+        self.uncached: Callable[[], AbstractContextManager[object]] = (
+            partial(torch.autocast, device_type, cache_enabled=False) if autocast else nullcontext
+        )
         self.held: dict[int, _Held] = {}
+        self.kept: dict[int, _Kept] = {}
+        self.metas: dict[int, Metas] = {}
         self.outbox: dict[int, Sequence[Tensor]] = {}
         self.inputs: dict[int, Expected] = {}
         self.gradients: dict[int, Expected] = {}
@@ -208,6 +244,7 @@ class _Step:
         self.handlers: Mapping[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.backward,
+            Kind.RECOMPUTE: self.recompute,
             Kind.SEND_FORWARD: self.send_forward,
             Kind.RECEIVE_FORWARD: self.receive_forward,
             Kind.SEND_BACKWARD: self.send_backward,
@@ -223,7 +260,7 @@ class _Step:
         self.sends[action] = _need(self.links.to_next).send(output, key=key)
 
     def receive_backward(self, action: Action) -> None:
-        key, expected = ("B", self.keys[action.microbatch]), self.held[action.microbatch].metas
+        key, expected = ("B", self.keys[action.microbatch]), self.metas[action.microbatch]
         pending = _need(self.links.from_next).receive(key=key, expected=expected)
         self.gradients[action.microbatch] = pending
 
@@ -237,21 +274,56 @@ class _Step:
             for tensor in received:
                 if tensor.is_floating_point():
                     tensor.requires_grad_()
-        microbatch = self.microbatches[action.microbatch]
-        output = self.stage.forward(microbatch, received)
-        seed: tuple[Tensor, ...] = ()
-        if self.stage.is_last:
-            loss = self._take_result(output, microbatch)
-            roots = [] if loss is None else [loss]
-            seed = tuple(torch.ones_like(root) for root in roots)
+        if action.microbatch in self.recomputed:
+            computed = self._forward_without_graph(action.microbatch, received)
         else:
-            self.outbox[action.microbatch] = output
-            roots = [tensor for tensor in output if tensor.is_floating_point()]
+            computed = self._compute(action.microbatch, received)
+            if self.train:
+                self._hold(action.microbatch, received, computed)
         if self.train:
-            edges = [get_gradient_edge(root) if root.requires_grad else None for root in roots]
-            self.held[action.microbatch] = _Held(received, edges, metas_of(roots), seed)
+            self.metas[action.microbatch] = metas_of(computed.roots)
+        if self.stage.is_last:
+            self._add_result(computed)
+        else:
+            self.outbox[action.microbatch] = computed.output
+
+    def _forward_without_graph(self, index: int, received: tuple[Tensor, ...]) -> _Computed:
+        inputs = (*received, *self.microbatches[index].values())
+        with self.uncached(), torch.no_grad(), _need_replay(self.replay).first(inputs) as seen:
+            computed = self._compute(index, received)
+        self.kept[index] = _Kept(received, seen)
+        return computed
+
+    def recompute(self, action: Action) -> None:
+        index = action.microbatch
+        kept = self.kept.pop(index)
+        with _need_replay(self.replay).again(kept.seen):
+            computed = self._compute(index, kept.received)
+        if metas_of(computed.roots) != self.metas[index]:
+            raise ScheduleError(
+                "the forward gave outputs of other shapes or types than the first time; a model "
+                "that depends on more than its inputs, parameters, buffers and torch's random "
+                "numbers needs recompute='none'."
+            )
+        self._hold(index, kept.received, computed)
+
+    def _compute(self, index: int, received: tuple[Tensor, ...]) -> _Computed:
+        microbatch = self.microbatches[index]
+        output = self.stage.forward(microbatch, received)
+        if not self.stage.is_last:
+            return _Computed(output, [tensor for tensor in output if tensor.is_floating_point()])
+        loss, count = self._loss(output, microbatch)
+        return _Computed(output, [] if loss is None else [loss], count)
+
+    def _hold(self, index: int, received: tuple[Tensor, ...], computed: _Computed) -> None:
+        roots = computed.roots
+        edges = [get_gradient_edge(root) if root.requires_grad else None for root in roots]
+        seed = tuple(torch.ones_like(root) for root in roots) if self.stage.is_last else ()
+        self.held[index] = _Held(received, edges, seed)
 
     def backward(self, action: Action) -> None:
+        if action.microbatch in self.kept:
+            raise ScheduleError("its recompute is missing in the schedule.")
         held = self.held.pop(action.microbatch)
         gradients = held.seed if self.stage.is_last else self._wait(self.gradients, action)
         pairs = [(e, g) for e, g in zip(held.edges, gradients, strict=True) if e is not None]
@@ -275,24 +347,37 @@ class _Step:
         self.hooks.before(action)
         return tensors
 
-    def _take_result(self, output: Any, microbatch: Mapping[str, Any]) -> Tensor | None:
-        """Add the last stage's loss and logits to the result; return the loss."""
-        result = self.result
-        if self.want_logits:
-            result.logits = [*(result.logits or []), _read(output, "logits").detach()]
+    def _loss(
+        self, output: Any, microbatch: Mapping[str, Any]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the last stage's loss, and the count of a ``loss_fn``."""
         loss: Tensor | None = None
+        count: Tensor | None = None
         if self.loss_fn is None:
             loss = _read(output, "loss")
         elif self.want_loss:
-            loss, count = self.loss_fn(output, dict(microbatch))
-            count = torch.as_tensor(count).detach()
+            loss, counted = self.loss_fn(output, dict(microbatch))
+            count = torch.as_tensor(counted).detach()
+        if loss is None and self.train:
+            raise BatchError("the model returned no loss; pass labels, or a loss_fn.")
+        return loss, count
+
+    def _add_result(self, computed: _Computed) -> None:
+        """Add the last stage's loss, count and logits to the result."""
+        result = self.result
+        if self.want_logits:
+            result.logits = [*(result.logits or []), _read(computed.output, "logits").detach()]
+        if (count := computed.counted) is not None:
             result.count = count if result.count is None else result.count + count
-        if loss is not None:
+        for loss in computed.roots:
             value = loss.detach()
             result.loss = value.clone() if result.loss is None else result.loss + value
-        elif self.train:
-            raise BatchError("the model returned no loss; pass labels, or a loss_fn.")
-        return loss
+
+
+def _need_replay(replay: Replay | None) -> Replay:
+    if replay is None:
+        raise ScheduleError("the schedule has a recompute, but recompute='full' is not set.")
+    return replay
 
 
 def _need(link: Link | None) -> Link:
@@ -311,21 +396,3 @@ def _read(output: Any, name: str) -> Any:
             "dict with loss and logits, or pass loss_fn in PipelineConfig."
         )
     return getattr(output, name)
-
-
-def _signature(microbatch: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return what fixes the shapes of the messages of a microbatch, equal on all stages."""
-    return tuple(
-        (name, tuple(value.shape))
-        for name, value in sorted(microbatch.items())
-        if isinstance(value, Tensor) and name not in LABELS
-    )
-
-
-def _precision(microbatches: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Return the type of the device, and the type to which autocast casts on it."""
-    tensors = (v for one in microbatches for v in one.values() if isinstance(v, Tensor))
-    device_type = next((tensor.device.type for tensor in tensors), "cpu")
-    if not torch.is_autocast_enabled(device_type):
-        return device_type, ""
-    return device_type, str(torch.get_autocast_dtype(device_type))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from goose_strategy.errors import BatchError
+from goose_strategy.pipeline_parallel.stage import LABELS
 
 if TYPE_CHECKING:
     from goose_strategy.pipeline_parallel.config import PipelineConfig
@@ -159,3 +160,35 @@ def _warn_few_rows(rows: int, wanted: int) -> None:
         UserWarning,
         stacklevel=4,
     )
+
+
+def signature_of(microbatch: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return what fixes the shapes of the messages of a microbatch, equal on all stages.
+
+    Args:
+        microbatch: Keyword arguments of the model.
+
+    Returns:
+        Name and shape of every tensor but the labels, in the order of the names.
+    """
+    return tuple(
+        (name, tuple(value.shape))
+        for name, value in sorted(microbatch.items())
+        if isinstance(value, Tensor) and name not in LABELS
+    )
+
+
+def precision_of(microbatches: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Return the type of the device, and the type to which autocast casts on it.
+
+    Args:
+        microbatches: Keyword arguments of the model.
+
+    Returns:
+        Such as ``("cuda", "torch.bfloat16")``; the second is empty where autocast is off.
+    """
+    tensors = (v for one in microbatches for v in one.values() if isinstance(v, Tensor))
+    device_type = next((tensor.device.type for tensor in tensors), "cpu")
+    if not torch.is_autocast_enabled(device_type):
+        return device_type, ""
+    return device_type, str(torch.get_autocast_dtype(device_type))

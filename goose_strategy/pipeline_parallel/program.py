@@ -19,11 +19,14 @@ from goose_strategy.pipeline_parallel.schedule import (
     forward_only,
 )
 from goose_strategy.pipeline_parallel.tables.checks import check_messages, check_table
+from goose_strategy.pipeline_parallel.tables.insert import add_recompute
 from goose_strategy.validate import one_of, positive
 
 
 @lru_cache(maxsize=64)
-def program(schedule: str, stages: int, microbatches: int, *, train: bool = True) -> Table:
+def program(
+    schedule: str, stages: int, microbatches: int, *, train: bool = True, recompute: bool = False
+) -> Table:
     """Return the checked table of a schedule with its messages: what the engine executes.
 
     Args:
@@ -31,6 +34,7 @@ def program(schedule: str, stages: int, microbatches: int, *, train: bool = True
         stages: Number of stages.
         microbatches: Number of microbatches.
         train: With backwards, or only forwards.
+        recompute: With ``R`` actions. The messages stay where they are without.
 
     Returns:
         Per stage its actions, messages included. Cached: a run makes it once.
@@ -43,8 +47,10 @@ def program(schedule: str, stages: int, microbatches: int, *, train: bool = True
     positive(stages=stages, microbatches=microbatches)
     make = SCHEDULES[schedule] if train else forward_only
     table = make(stages, microbatches)
-    check_table(table, microbatches, train=train)
+    check_table(add_recompute(table) if recompute else table, microbatches, train=train)
     lowered = add_messages(table)
+    if recompute:
+        lowered = add_recompute(lowered)
     check_messages(lowered)
     return lowered
 
@@ -59,16 +65,24 @@ class StageProgram:
         taken: For an action that waits for a neighbour's message, the stage's own sends that this
             neighbour must have taken before it sent that message. To wait for them then costs
             nothing, and their tensors can be freed.
+        recomputed: Microbatches whose forward keeps no graph, because an ``R`` makes it.
     """
 
     actions: tuple[Action, ...]
     last_backward: Action | None
     taken: Mapping[Action, tuple[Action, ...]]
+    recomputed: frozenset[int] = frozenset()
 
 
 @lru_cache(maxsize=64)
 def stage_program(
-    schedule: str, stages: int, microbatches: int, *, train: bool, stage: int
+    schedule: str,
+    stages: int,
+    microbatches: int,
+    *,
+    train: bool,
+    stage: int,
+    recompute: bool = False,
 ) -> StageProgram:
     """Return the row of one stage of :func:`program`, with what the engine looks up in it.
 
@@ -78,18 +92,20 @@ def stage_program(
         microbatches: Number of microbatches.
         train: With backwards, or only forwards.
         stage: Number of the stage.
+        recompute: With ``R`` actions.
 
     Returns:
         The stage's part. Cached.
     """
-    table = program(schedule, stages, microbatches, train=train)
+    table = program(schedule, stages, microbatches, train=train, recompute=recompute)
     backwards = [action for action in table[stage] if action.kind is Kind.BACKWARD]
     # The gradients of a microbatch say that its hidden states arrived.
     taken: dict[Action, tuple[Action, ...]] = {}
     taken |= {b: (b._replace(kind=Kind.SEND_FORWARD),) for b in backwards if stage < stages - 1}
     if stage > 0:
         taken |= _gradients_taken(table[stage - 1], stage)
-    return StageProgram(table[stage], backwards[-1] if backwards else None, taken)
+    again = frozenset(a.microbatch for a in table[stage] if a.kind is Kind.RECOMPUTE)
+    return StageProgram(table[stage], backwards[-1] if backwards else None, taken, again)
 
 
 def _gradients_taken(previous: tuple[Action, ...], stage: int) -> dict[Action, tuple[Action, ...]]:

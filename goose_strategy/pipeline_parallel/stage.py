@@ -57,6 +57,7 @@ class PipelineStage:
         layers: Numbers of the stage's layers.
         cut_in: What it receives from the stage before, in this order.
         cut_out: What it sends to the stage after.
+        absent: Names of the layers that other stages hold.
         tied: Parameters that the first and the last stage both hold: local name to the name of
             the first stage's, which owns it.
         tied_copies: Those of ``tied`` that are copies here; empty on the first stage.
@@ -71,6 +72,7 @@ class PipelineStage:
         self.layers = layers
         self.cut_in: tuple[CutTensor, ...] = () if self.is_first else info.cut(layers.start)
         self.cut_out: tuple[CutTensor, ...] = () if self.is_last else info.cut(layers.stop)
+        self.absent = [call.name for n, call in enumerate(info.layers) if n not in layers]
         self.tied: dict[str, str] = {}
         self.inbox: tuple[Tensor, ...] = ()
         self._settings = call_settings(module)

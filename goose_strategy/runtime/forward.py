@@ -26,6 +26,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from goose_strategy.comm.collectives import all_reduce
 from goose_strategy.compat.transformers import auxiliary_loss
 from goose_strategy.errors import BatchError
+from goose_strategy.pipeline_parallel.probe import call_settings
 from goose_strategy.runtime.batch import (
     Batch,
     Binder,
@@ -84,6 +85,7 @@ class DirectForward:
     def __init__(self, model: Handle, original: Callable[..., Any]) -> None:
         self._model = model
         self._original = original
+        self._no_cache = call_settings(original.__self__)  # type: ignore[attr-defined]
         self._bind = Binder(original)
         # transformers asks for it: generate() passes an attention mask only to who takes one.
         self.__signature__ = self._bind.signature
@@ -106,6 +108,9 @@ class DirectForward:
         for batch in batches:
             check_not_empty(batch)
         batches = model.guard(batches)
+        if model.config.pipeline.recompute != "none" and torch.is_grad_enabled():
+            # What is computed twice cannot write into a cache of keys and values.
+            batches = [{**self._no_cache, **batch} for batch in batches]
         with model.dropout(training=model.module.training):
             return self._listed(batches) if listed else self._one(batches)
 

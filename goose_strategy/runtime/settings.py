@@ -35,11 +35,16 @@ class RuntimeConfig:
         """Check what can be checked without a model or a process group.
 
         Raises:
-            ConfigError: If a size is no positive whole number, or a listed partition does not
-                name one count per stage.
+            ConfigError: If a size is no positive whole number, a listed partition does not name
+                one count per stage, or ``recompute="full"`` has no stages.
         """
         whole(tp=self.tp, pp=self.pp)
         at_least(1, tp=self.tp, pp=self.pp)
+        if self.pp == 1 and self.pipeline.recompute == "full":
+            raise ConfigError(
+                "recompute='full' runs a stage again while its gradient is on its way, but pp=1 "
+                "has no stages; use recompute='layer'."
+            )
         partition = self.pipeline.partition
         if not isinstance(partition, str) and len(partition) != self.pp:
             raise ConfigError(

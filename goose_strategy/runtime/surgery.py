@@ -31,6 +31,7 @@ from goose_strategy.models.verify import verify_plan
 from goose_strategy.pipeline_parallel.balance import count_work
 from goose_strategy.pipeline_parallel.partition import partition_layers
 from goose_strategy.pipeline_parallel.probe import probe_model
+from goose_strategy.pipeline_parallel.recompute import choose_modules, recompute_modules
 from goose_strategy.pipeline_parallel.stage import PipelineStage, cut_model
 from goose_strategy.tensor_parallel.head import HeadSwitch, causal_lm_loss
 from goose_strategy.tensor_parallel.parallelize import (
@@ -123,6 +124,7 @@ def operate(
         PlanError: If the module cannot be cut as asked.
     """
     models = _choose(module, mesh)
+    again = _choose_recomputed(models or [("", module)], config)
     surgery = Surgery(models, trains=any(p.requires_grad for p in module.parameters()))
     for second, first in tied_parameters(module).items():
         surgery.aliases.setdefault(first, []).append(second)
@@ -145,6 +147,9 @@ def operate(
         head = output_embedding(lm)
         loss = causal_lm_loss(head[1] if head else None, gather_logits=gather, count=count)
         surgery.reversals.append(install_loss(lm, loss))
+    absent = surgery.stage.absent if surgery.stage is not None else []
+    for root, names in again:
+        surgery.reversals.append(recompute_modules(root, names, absent=absent))
     surgery.specs = _all_specs(module, inside, surgery, mesh)
     return surgery
 
@@ -174,6 +179,16 @@ def _choose(module: nn.Module, mesh: ParallelMesh) -> list[tuple[str, nn.Module]
             "all but one, or use pp=1."
         )
     return chosen
+
+
+def _choose_recomputed(
+    models: list[tuple[str, nn.Module]], config: RuntimeConfig
+) -> list[tuple[nn.Module, list[str]]]:
+    """Return the models whose modules are computed again in the backward, with their names."""
+    recompute = config.pipeline.recompute
+    if recompute in ("none", "full"):
+        return []
+    return [(lm, choose_modules(lm, recompute, staged=config.pp > 1)) for _, lm in models]
 
 
 def _cut_depth(

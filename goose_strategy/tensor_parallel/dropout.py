@@ -83,6 +83,14 @@ class LocalStream:
         if layer.training:
             self.enter()
 
+    def before_row(self, _layer: nn.Module, _args: Any) -> None:
+        """Forward pre-hook of a row layer, which draws nothing itself.
+
+        A layer that is computed again for its backward is left as soon as the last tensor to be
+        saved is there, which may be this one's input: nothing behind it would run.
+        """
+        self.leave()
+
     def at_end(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         """Forward hook of a row layer, and of the region's parent, in case an error ended it."""
         self.leave()
@@ -121,6 +129,8 @@ def hook_regions(
             if style in _BEGINS:
                 handles.append(layer.register_forward_hook(stream.after_column))
             elif style is Style.ROW:
+                if not is_lora(layer):
+                    handles.append(layer.register_forward_pre_hook(stream.before_row))
                 handles.append(layer.register_forward_hook(stream.at_end))
         handles.append(module.register_forward_hook(stream.at_end, always_call=True))
     return handles

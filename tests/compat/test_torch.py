@@ -10,8 +10,10 @@ from torch.utils.checkpoint import checkpoint
 from goose_strategy.compat.torch import (
     clone_store,
     default_store,
+    has_forward_hooks,
     inside_backward,
     plain_functions,
+    version_of,
 )
 from tests.harness.world import run_ranks
 
@@ -62,3 +64,28 @@ def test_a_dropout_stream_knows_a_call_that_computes_again(reentrant):
     checkpoint(compute, x, use_reentrant=reentrant).sum().backward()
     assert seen == [False, True]
     assert not inside_backward()
+
+
+def test_every_write_in_place_is_counted_through_any_view():
+    whole = torch.zeros(4)
+    part, copied = whole[:2], whole.clone()
+    before = [version_of(tensor) for tensor in (whole, part, copied)]
+    part.add_(1)
+    after = [version_of(tensor) for tensor in (whole, part, copied)]
+    assert [later > first for first, later in zip(before, after, strict=True)] == [
+        True,
+        True,
+        False,
+    ]
+    with torch.inference_mode():
+        assert version_of(torch.zeros(1)) == 0
+
+
+def test_hooks_behind_a_forward_are_seen():
+    module = torch.nn.Linear(1, 1)
+    module.register_forward_pre_hook(lambda *_: None)
+    assert not has_forward_hooks(module)
+    handle = module.register_forward_hook(lambda *_: None, always_call=True)
+    assert has_forward_hooks(module)
+    handle.remove()
+    assert not has_forward_hooks(module)

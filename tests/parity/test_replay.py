@@ -80,6 +80,12 @@ def test_recomputed_layers_drop_what_they_dropped(
     assert_replayed(case, reentrant)
 
 
+def test_layers_that_end_with_a_row_layer() -> None:
+    """Nothing behind opt's second linear layer is saved, so that its recomputation ends in it."""
+    drops = (("attention_dropout", 0.3), DROPS[-1])
+    assert_replayed(Case(family="opt", settings=drops, steps=2, microbatches=2, tp=2), False)
+
+
 def fresh_masks() -> AbstractContextManager[object]:
     """A local stream that goes on by itself, whatever the shared one is."""
     calls = iter(range(10**6))

@@ -22,6 +22,10 @@ from tests.pipeline_parallel.cases import summed_loss
         ({"partition": []}, r"partition=\[\] is empty"),
         ({"partition": [2, 0, 2]}, r"partition=\[2, 0, 2\] leaves stage 1 without a layer"),
         ({"partition": [2, True]}, r"partition\[1\]=True must be a whole number"),
+        ({"recompute": "all"}, "recompute='all' is not known; choose one of 'none', 'full', 'l"),
+        ({"recompute": []}, r"recompute=\[\] must list names of modules"),
+        ({"recompute": ["mlp", ""]}, r"recompute=\['mlp', ''\] must list names of modules"),
+        ({"recompute": [3]}, r"recompute=\[3\] must list names"),
         ({"loss_fn": 3}, "loss_fn=3 cannot be called"),
         ({"step_timeout_s": 0.0}, "step_timeout_s=0.0 must be greater than 0"),
         ({"first_step_timeout_s": -1.0}, "first_step_timeout_s=-1.0 must be greater than 0"),
@@ -41,12 +45,16 @@ def test_a_command_line_can_set_everything() -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(PipelineConfig, "pipeline")
     words = ["--pipeline.partition=[1, 3]", "--pipeline.num_microbatches=4"]
+    words += ["--pipeline.recompute=[model.layers.*.mlp, lm_head]"]
     words += [
         "--pipeline.schedule=GPipe",
         "--pipeline.loss_fn=tests.pipeline_parallel.cases.summed_loss",
     ]
     made = parser.instantiate(parser.parse_args(words)).pipeline
     assert made.partition == [1, 3]
+    assert made.recompute == ["model.layers.*.mlp", "lm_head"]
+    whole = parser.parse_args(["--pipeline.recompute=full"])
+    assert parser.instantiate(whole).pipeline.recompute == "full"
     assert made.loss_fn is summed_loss
     assert (made.num_microbatches, made.schedule) == (4, "GPipe")
     default = parser.instantiate(parser.parse_args([])).pipeline

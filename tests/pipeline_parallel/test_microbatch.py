@@ -13,6 +13,8 @@ from goose_strategy.pipeline_parallel.config import PipelineConfig
 from goose_strategy.pipeline_parallel.microbatch import (
     _warn_few_rows,
     count_rows,
+    precision_of,
+    signature_of,
     split_batch,
     trim_right_padding,
 )
@@ -151,3 +153,16 @@ def test_left_padding_and_unknown_padding_stay() -> None:
 def test_a_microbatch_of_padding_keeps_one_column() -> None:
     out = trim_right_padding({"attention_mask": masked([0, 0]), "input_ids": ids(2)})
     assert out["input_ids"].shape == (2, 1)
+
+
+def test_shapes_of_messages_do_not_hang_on_labels() -> None:
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    batch = {"labels": ids, "input_ids": ids, "scale": 2, "attention_mask": ids[:, :1]}
+    assert signature_of(batch) == (("attention_mask", (2, 1)), ("input_ids", (2, 3)))
+
+
+def test_the_precision_is_that_of_the_running_autocast() -> None:
+    batch = [{"name": "first"}, {"input_ids": torch.zeros(1)}]
+    assert precision_of(batch) == ("cpu", "")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert precision_of(batch) == ("cpu", "torch.bfloat16")

@@ -44,8 +44,27 @@ def test_forward_only_has_no_gradients() -> None:
 def test_no_program_deadlocks(schedule: str) -> None:
     for stages in range(1, 9):
         for microbatches in range(1, 17):
-            for train in (True, False):
-                program.__wrapped__(schedule, stages, microbatches, train=train)
+            for train, recompute in ((True, False), (True, True), (False, False)):
+                program.__wrapped__(
+                    schedule, stages, microbatches, train=train, recompute=recompute
+                )
+
+
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_a_recompute_stands_between_the_receive_and_its_use(schedule: str) -> None:
+    for stage, actions in enumerate(program(schedule, 4, 8, recompute=True)):
+        again = [action for action in actions if action.kind is Kind.RECOMPUTE]
+        # The messages are those of a program without.
+        assert tuple(a for a in actions if a not in again) == program(schedule, 4, 8)[stage]
+        late = stage < 3 or schedule == "GPipe"
+        assert [a.microbatch for a in again] == (list(range(8)) if late else [])
+        for action in again:
+            position = actions.index(action)
+            assert actions[position + 1] == action._replace(kind=Kind.BACKWARD)
+            assert stage == 3 or action._replace(kind=Kind.RECEIVE_BACKWARD) in actions[:position]
+        row = stage_program(schedule, 4, 8, train=True, stage=stage, recompute=True)
+        assert row.recomputed == {action.microbatch for action in again}
+        assert not stage_program(schedule, 4, 8, train=True, stage=stage).recomputed
 
 
 @pytest.mark.parametrize("schedule", list(SCHEDULES))

@@ -27,6 +27,10 @@ def test_the_default_is_one_rank_per_model() -> None:
             {"pp": 2, "pipeline": PipelineConfig(partition=[1, 1, 2])},
             r"partition=\[1, 1, 2\] lists 3 stages but pp=2",
         ),
+        (
+            {"tp": 2, "pipeline": PipelineConfig(recompute="full")},
+            "recompute='full'.* pp=1 has no stages; use recompute='layer'",
+        ),
     ],
 )
 def test_wrong_sizes_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -112,6 +112,14 @@ def _a_partition_that_does_not_sum(ctx: Context) -> Raised:
     return refused(ctx, tiny_model("llama", layers=4), tp=2, pp=2, partition=[1, 2])
 
 
+def _recompute_what_is_not_there(ctx: Context) -> Raised:
+    return refused(ctx, tiny_model("llama"), tp=2, pp=2, recompute=["model.layers.*.ffn"])
+
+
+def _recompute_what_holds_the_layers(ctx: Context) -> Raised:
+    return refused(ctx, tiny_model("llama"), tp=2, pp=2, recompute=["model"])
+
+
 def _no_transformers_model(ctx: Context) -> Raised:
     return refused(ctx, nn.Linear(2, 2), tp=2)
 
@@ -198,6 +206,8 @@ SETUP = {
     _tp_does_not_divide_the_heads: ("PlanError", "tp=4.*num_attention_heads=6.*1, 2"),
     _more_stages_than_layers: ("PlanError", "pp=4 is more than the model's 3 layers"),
     _a_partition_that_does_not_sum: ("PlanError", r"partition=\[1, 2\] sums to 3.*4 layers"),
+    _recompute_what_is_not_there: ("PlanError", r"'model\.layers\.\*\.ffn' is the name of no"),
+    _recompute_what_holds_the_layers: ("PlanError", "model holds all layers"),
     _no_transformers_model: ("PlanError", "need a transformers causal LM inside Linear"),
     _no_layer_stack: ("PlanError", "layer"),
     _no_causal_lm: ("PlanError", "causal LM inside LlamaModel"),

@@ -131,7 +131,7 @@ def finish(
     """
     chunks, table = schedule.chunks, schedule.table
     if recompute:
-        table = add_recompute(table, chunks)
+        table = add_recompute(table)
     if tie:
         table = add_tie(table, chunks)
     check_schedule(schedule.with_table(table), train=train)

@@ -7,33 +7,36 @@ waits for it.
 
 from __future__ import annotations
 
-from goose_strategy.pipeline_parallel.schedule import Action, Kind, Table
+from goose_strategy.pipeline_parallel.schedule import MESSAGES, Action, Kind, Table
 from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 
 
-def add_recompute(table: Table, chunks: Chunks | None = None) -> Table:
-    """Insert an ``R`` right before each ``B`` or ``I`` of every stage but the last.
+def add_recompute(table: Table) -> Table:
+    """Insert an ``R`` right before each ``B`` or ``I`` that does not follow its own ``F`` at once.
 
-    The last stage's backward follows its forward in most schedules, so nothing would be saved.
-    At most one ``R`` of a stage waits for its backward. Where the backward is split, what ``R``
-    made is kept until ``W``, which needs no second one.
+    Where it does, the rank computes nothing in between, so nothing would be saved: on the last
+    stage in most schedules, but not in GPipe, and on every stage with one microbatch. At most one
+    ``R`` of a stage waits for its backward. Where the backward is split, what ``R`` made is kept
+    until ``W``, which needs no second one.
 
     Args:
         table: A table with or without messages. With them, the receive of the gradient stands
             before the ``R``: it can be issued after the receive is posted, before it is awaited.
-        chunks: Which rank holds which stages; one stage per rank if ``None``.
 
     Returns:
         The table with ``R`` actions.
     """
-    last = (chunks or Chunks(len(table))).stages - 1
     rows = []
     for row in table:
         out: list[Action] = []
+        computed: Action | None = None
         for action in row:
-            if action.kind in (Kind.BACKWARD, Kind.INPUT) and action.stage != last:
+            forward = action._replace(kind=Kind.FORWARD)
+            if action.kind in (Kind.BACKWARD, Kind.INPUT) and computed != forward:
                 out.append(action._replace(kind=Kind.RECOMPUTE))
             out.append(action)
+            if action.kind not in (*MESSAGES, Kind.TIE):
+                computed = action
         rows.append(tuple(out))
     return tuple(rows)
 

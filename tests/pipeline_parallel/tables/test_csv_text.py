@@ -85,7 +85,7 @@ def test_recomputes_and_ties_are_written_too() -> None:
 
 def test_a_pair_with_a_recompute_in_it_is_written_apart() -> None:
     schedule = make_schedule("DualPipeV", 2, 4)
-    more = schedule.with_table(add_recompute(schedule.table, schedule.chunks))
+    more = schedule.with_table(add_recompute(schedule.table))
     assert read_csv(write_csv(more)).table == more.table
 
 

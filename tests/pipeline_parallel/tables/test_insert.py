@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from goose_strategy.pipeline_parallel.schedule import Action, Kind, one_f_one_b
+from goose_strategy.pipeline_parallel.schedule import MESSAGES, Action, Kind, gpipe, one_f_one_b
 from goose_strategy.pipeline_parallel.tables.catalogue import CATALOGUE, finish, make_schedule
 from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 from goose_strategy.pipeline_parallel.tables.insert import add_recompute, add_tie
@@ -34,7 +34,7 @@ def test_before_or_after_the_messages_is_the_same(name: str, ranks: int, microba
     schedule = make_schedule(name, ranks, microbatches)
     chunks = schedule.chunks
     both = finish(schedule, recompute=True, tie=True)
-    assert add_tie(add_recompute(lower(schedule.table, chunks), chunks), chunks) == both
+    assert add_tie(add_recompute(lower(schedule.table, chunks)), chunks) == both
 
 
 @pytest.mark.parametrize("name", list(CATALOGUE))
@@ -44,6 +44,7 @@ def test_a_recompute_comes_after_its_receive_and_right_before_its_backward(name:
     seen: list[Action] = []
     for row in finish(schedule, recompute=True):
         live: dict[int, int] = {}
+        computed: Action | None = None
         for position, action in enumerate(row):
             if action.kind is Kind.RECOMPUTE:
                 seen.append(action)
@@ -52,16 +53,29 @@ def test_a_recompute_comes_after_its_receive_and_right_before_its_backward(name:
                 follower = row[position + 1]
                 assert (follower.stage, follower.microbatch) == (action.stage, action.microbatch)
                 assert follower.kind in BACKWARDS
-                if not chunks.is_local(action.stage):
+                if action.stage < chunks.stages - 1 and not chunks.is_local(action.stage):
                     receive = action._replace(kind=Kind.RECEIVE_BACKWARD)
                     assert receive in row[:position]
-            elif action.kind in BACKWARDS and action.stage != chunks.stages - 1:
-                assert live.pop(action.stage) == action.microbatch
-    expected = {
-        Action(stage, Kind.RECOMPUTE, mb) for stage in range(chunks.stages - 1) for mb in range(8)
-    }
-    assert len(seen) == len(expected)
-    assert set(seen) == expected
+            elif action.kind in BACKWARDS:
+                at_once = computed == action._replace(kind=Kind.FORWARD)
+                assert live.pop(action.stage, None) == (None if at_once else action.microbatch)
+            computed = action if action.kind not in MESSAGES else computed
+    assert len(set(seen)) == len(seen)
+    every = {Action(s, Kind.RECOMPUTE, mb) for s in range(chunks.stages) for mb in range(8)}
+    last = {action for action in every if action.stage == chunks.stages - 1}
+    assert set(seen) >= every - last
+    if name in ("1F1B", "ZBH1", "Interleaved1F1B"):
+        assert not set(seen) & last
+    if name in ("GPipe", "LoopedBFS"):
+        assert set(seen) == every
+
+
+def test_what_follows_at_once_is_not_recomputed() -> None:
+    assert add_recompute(gpipe(2, 2)) == rows_of(
+        "0F0 0F1 0R0 0B0 0R1 0B1", "1F0 1F1 1R0 1B0 1R1 1B1"
+    )
+    for make in (gpipe, one_f_one_b):
+        assert add_recompute(make(3, 1)) == make(3, 1)
 
 
 def test_where_one_rank_has_both_ends_nothing_is_tied() -> None:

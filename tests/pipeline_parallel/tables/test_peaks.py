@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from goose_strategy.pipeline_parallel.schedule import one_f_one_b
+from goose_strategy.pipeline_parallel.schedule import gpipe, one_f_one_b
 from goose_strategy.pipeline_parallel.tables.insert import add_recompute
 from goose_strategy.pipeline_parallel.tables.interleaved import zb_h1
 from goose_strategy.pipeline_parallel.tables.peaks import (
@@ -28,6 +28,14 @@ def test_a_recompute_holds_from_then_on() -> None:
     assert peak_activations(rows_of("0F0 0F1 0R0 0I0 0R1 0I1 0W0 0W1")) == (2,)
     assert peak_activations(add_recompute(one_f_one_b(4, 8))) == (1, 1, 1, 1)
     assert peak_activations(add_recompute(zb_h1(4, 8))) == (1, 2, 3, 4)
+
+
+def test_the_inputs_of_what_is_recomputed_are_kept_until_then() -> None:
+    row = rows_of("0F0 0F1 0F2 0R0 0B0 0R1 0B1 0F3 0R2 0B2 0B3")
+    assert peak_memory(row, (10.0,), (1.0,)) == (10 + 10.0,)
+    assert peak_memory(rows_of("0F0 0F1 0F2 0R0 0B0 0R1 0B1 0R2 0B2"), (10.0,), (1.0,)) == (12.0,)
+    gpipe_row = add_recompute(gpipe(2, 8))
+    assert peak_memory(gpipe_row, (10.0, 20.0), (0.0, 1.0)) == (10.0, 27.0)
 
 
 def test_chunks_weigh_what_they_weigh() -> None:

@@ -60,11 +60,13 @@ def test_messages_change_no_time(name: str) -> None:
 
 
 def test_a_recompute_runs_while_its_gradient_travels() -> None:
-    table = add_recompute(gpipe(2, 1))
-    assert simulate(table, Costs.even(2)).makespan == simulate(gpipe(2, 1), Costs.even(2)).makespan
+    table = add_recompute(one_f_one_b(2, 2))
+    costs = Costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), recompute=(1.0, 1.0))
+    # 0R0 runs from 2 to 3, and its gradient is there at 4; 0R1 starts with 0B0 ended, at 6.
+    assert simulate(table, costs).makespan == 9
     slow = Costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), recompute=(5.0, 5.0))
-    # 0R0 runs from 1 to 6, its gradient is there at 4.
-    assert simulate(table, slow).makespan == 8
+    # 0R0 runs from 2 to 7.
+    assert simulate(table, slow).makespan == 16
 
 
 def test_a_tie_ends_after_both_have_come_to_it() -> None:
