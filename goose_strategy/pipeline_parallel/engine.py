@@ -76,8 +76,8 @@ class Engine:
         self.config = config
         self.rank = rank
         self.guard = guard
-        self.replay = Replay(stage.module) if config.recompute == "full" else None
         self.hooks = hooks or PipelineHooks()
+        self.replay = Replay(stage.module) if config.recompute == "full" else None
 
     def run(
         self,
