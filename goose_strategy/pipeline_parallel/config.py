@@ -64,10 +64,7 @@ class PipelineConfig:
         if self.num_microbatches is not None:
             whole(num_microbatches=self.num_microbatches)
             at_least(1, num_microbatches=self.num_microbatches)
-        if isinstance(self.partition, str):
-            one_of(["balanced", "uniform", "a list of layers per stage"], partition=self.partition)
-        else:
-            self._check_listed(self.partition)
+        self._check_partition()
         self._check_recompute()
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise ConfigError(
@@ -93,8 +90,15 @@ class PipelineConfig:
                 "['model.layers.*.mlp'], or be one of 'none', 'full', 'layer'."
             )
 
-    @staticmethod
-    def _check_listed(partition: list[int]) -> None:
+    def _check_partition(self) -> None:
+        partition = self.partition
+        if isinstance(partition, str):
+            if partition not in ("balanced", "uniform"):
+                raise ConfigError(
+                    f"partition={partition!r} is not known; choose 'balanced', 'uniform', or list "
+                    "the number of layers of each stage."
+                )
+            return
         if not partition:
             raise ConfigError("partition=[] is empty; list the number of layers of each stage.")
         for stage, layers in enumerate(partition):
