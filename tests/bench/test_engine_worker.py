@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from goose_strategy.bench import engine_worker
+from goose_strategy.bench import engine_worker, sleeping
 from goose_strategy.bench.job import EngineJob
 from tests.harness.worker import Context
 from tests.harness.world import RankFailure, run_ranks
@@ -23,9 +23,13 @@ def measured(ctx: Context, shared_memory: bool) -> dict[str, Any]:
     job = job_of(ctx.world_size, shared_memory=shared_memory)
     work = engine_worker.build(job)
     assert not any(gradient.count_nonzero() == 0 for gradient in work.expected.values())
-    found = engine_worker.measure(work, job)
+    slept: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        sleep = sleeping.time.sleep
+        patch.setattr(sleeping, "_sleep", lambda seconds: (slept.append(seconds), sleep(seconds)))
+        found = engine_worker.measure(work, job)
     work.mesh.close()
-    return found
+    return found | {"slept": sum(slept)}
 
 
 @pytest.mark.parametrize(("stages", "shared_memory"), [(2, False), (4, True)])
@@ -38,12 +42,14 @@ def test_all_cases_are_timed(stages: int, shared_memory: bool) -> None:
             "1F1B": {"ours", "torch"},
             "1F1B recompute": {"ours"},
         }
-        for name, case in cases.items():
-            # Four forwards and backwards; all stages but the last compute the forwards again.
-            again = 4 * SLEEP_S if "recompute" in name and rank < stages - 1 else 0.0
-            for (step,) in case.values():
-                assert step["end"] - step["start"] >= 4 * 3 * SLEEP_S + again
-                assert 0 < step["cpu"] < 60
+        for (step,) in (steps for case in cases.values() for steps in case.values()):
+            # Four forwards and, twice as long, backwards.
+            assert step["end"] - step["start"] >= 4 * 3 * SLEEP_S
+            assert 0 < step["cpu"] < 60
+        # Two steps of five pairs of case and runtime, one of which computes the forwards again on
+        # all stages but the last.
+        again = 4 if rank < stages - 1 else 0
+        assert found["slept"] == pytest.approx(2 * (5 * 4 * 3 + again) * SLEEP_S)
 
 
 def with_a_wrong_gradient(ctx: Context) -> None:
