@@ -25,7 +25,7 @@ from typing_extensions import override
 
 import goose_strategy.strategies.pytorch
 import goose_strategy.strategies.timeline  # noqa: F401  makes bare class names known
-from goose_strategy.bench import step, timeline
+from goose_strategy.bench import engine, step, timeline
 from goose_strategy.errors import (
     BatchError,
     CheckpointError,
@@ -34,6 +34,7 @@ from goose_strategy.errors import (
     PlanError,
 )
 from goose_strategy.strategies import progress
+from goose_strategy.validate import one_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -53,6 +54,7 @@ Publish:
 
 Measure:
   bench step [--config recipe.yaml] [--json]   step time beside one process and Fabric ddp
+  bench engine [--json]                        pipelined steps beside torch's own runtime
   timeline DIR [--out x.png] [--step N]        draw a step that TimelineRecorder recorded
 
 Classes named in a config are looked for beside the config file, then in the current folder, then
@@ -122,9 +124,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _bench(arguments: list[str]) -> int:
-    if not arguments or arguments[0] != "step":
-        asked = arguments[0] if arguments else ""
-        raise ConfigError(f"bench={asked!r} is not known; choose one of 'step'.")
+    asked = arguments[0] if arguments else ""
+    one_of(("step", "engine"), bench=asked)
+    if asked == "engine":
+        return engine.main(arguments[1:])
     make_importable(arguments)
     return step.main(arguments[1:])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from goose_strategy import Goose3DProgressBar, Goose3DStrategy, TimelineRecorder, cli
-from goose_strategy.bench import step
+from goose_strategy.bench import engine, step
 from goose_strategy.errors import BatchError, PlanError
 
 RECIPE = """\
@@ -218,7 +218,7 @@ class TestMain:
     def test_help(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(arguments) == 0
         out = capsys.readouterr().out
-        for command in (*cli.SUBCOMMANDS, "export", "bench step"):
+        for command in (*cli.SUBCOMMANDS, "export", "bench step", "bench engine"):
             assert command in out
 
     def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,10 +232,13 @@ class TestMain:
         assert cli.main(arguments) == 2
         assert capsys.readouterr().err.count("\n") == 1
 
-    def test_bench_gets_its_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("bench", [step, engine])
+    def test_bench_gets_its_arguments(
+        self, bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         seen: list[list[str]] = []
-        monkeypatch.setattr(step, "main", lambda arguments: seen.append(arguments) or 0)
-        assert cli.main(["bench", "step", "--json"]) == 0
+        monkeypatch.setattr(bench, "main", lambda arguments: seen.append(arguments) or 0)
+        assert cli.main(["bench", bench.__name__.rpartition(".")[2], "--json"]) == 0
         assert seen == [["--json"]]
 
     @pytest.mark.parametrize(

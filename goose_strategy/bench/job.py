@@ -1,4 +1,4 @@
-"""What one run of `goose3d bench step` is: plain values that cross a process border as JSON."""
+"""What one run of a benchmark is: plain values that cross a process border as JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -61,6 +61,56 @@ class Job:
     def dump(self) -> str:
         """Return the job as JSON."""
         return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineJob:
+    """The measurement of `goose3d bench engine` on one number of stages.
+
+    Attributes:
+        devices: Processes, one stage each.
+        microbatches: Microbatches per step.
+        steps: Timed steps of each schedule, under each runtime.
+        warmup: Steps before them.
+        shared_memory: Let the engine send through shared memory where it can.
+        forward_s: Seconds that a stage's forward sleeps; its backward sleeps twice as long.
+        seed: Seed of weights and data.
+    """
+
+    contender: ClassVar[str] = "engine"
+    threads: ClassVar[int] = 1
+
+    devices: int
+    microbatches: int = 8
+    steps: int = 5
+    warmup: int = 1
+    shared_memory: bool = True
+    forward_s: float = 0.03
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ConfigError: Naming the setting and what is allowed.
+        """
+        validate.at_least(2, stages=self.devices)
+        validate.at_least(1, steps=self.steps, warmup=self.warmup)
+        validate.positive(forward_s=self.forward_s)
+        if self.microbatches < self.devices:
+            raise ConfigError(
+                f"microbatches={self.microbatches} is less than stages={self.devices}, which "
+                f"torch's 1F1B refuses; choose microbatches >= {self.devices}."
+            )
+
+    def dump(self) -> str:
+        """Return the job as JSON."""
+        return json.dumps(asdict(self))
+
+
+def load_engine(text: str) -> EngineJob:
+    """Return the job that `EngineJob.dump` wrote."""
+    return EngineJob(**json.loads(text))
 
 
 def load(text: str) -> Job:

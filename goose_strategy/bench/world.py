@@ -12,17 +12,35 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from goose_strategy.errors import PeerError
 
 if TYPE_CHECKING:
-    from goose_strategy.bench.job import Job
+    from collections.abc import Sequence
+
+    from goose_strategy.bench.job import EngineJob, Job
 
 _WORKER = ("-m", "goose_strategy.bench.worker")
+_ENGINE_WORKER = ("-m", "goose_strategy.bench.engine_worker")
 _POLL_S = 0.1
 _GRACE_S = 10.0  # for the others to say what they saw, after the first rank failed
 _TAIL = 1500
+
+
+class _Task(Protocol):
+    """What the processes of a run must know."""
+
+    @property
+    def contender(self) -> str: ...
+
+    @property
+    def devices(self) -> int: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    def dump(self) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +90,32 @@ def run(job: Job, *, timeout_s: float) -> Run:
     Raises:
         PeerError: If a rank fails or the time is over; with the end of the first failure's output.
     """
+    return merge(_collect(job, _WORKER, timeout_s), job.warmup)
+
+
+def run_engine(job: EngineJob, *, timeout_s: float) -> list[dict[str, Any]]:
+    """Run the engine's measurement in ``job.devices`` processes.
+
+    Returns:
+        What every rank measured, in the order of the ranks.
+
+    Raises:
+        PeerError: If a rank fails or the time is over; with the end of the first failure's output.
+    """
+    return _collect(job, _ENGINE_WORKER, timeout_s)
+
+
+def _collect(job: _Task, worker: Sequence[str], timeout_s: float) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="goose3d-bench-") as folder:
         results = [Path(folder) / f"rank{rank}.json" for rank in range(job.devices)]
-        _run_ranks(job, results, timeout_s)
-        return merge([json.loads(result.read_text()) for result in results], job.warmup)
+        _run_ranks(job, worker, results, timeout_s)
+        return [json.loads(result.read_text()) for result in results]
 
 
-def _run_ranks(job: Job, results: list[Path], timeout_s: float) -> None:
+def _run_ranks(job: _Task, worker: Sequence[str], results: list[Path], timeout_s: float) -> None:
     port = _free_port()
-    ranks = [_start(job, rank, port, result) for rank, result in enumerate(results)]
+    commands = [[sys.executable, *worker, str(result)] for result in results]
+    ranks = [_start(job, rank, port, command) for rank, command in enumerate(commands)]
     deadline, failed = time.monotonic() + timeout_s, None
     try:
         while any(rank.poll() is None for rank in ranks):
@@ -110,7 +145,7 @@ def _run_ranks(job: Job, results: list[Path], timeout_s: float) -> None:
         )
 
 
-def _start(job: Job, rank: int, port: int, result: Path) -> subprocess.Popen[bytes]:
+def _start(job: _Task, rank: int, port: int, command: list[str]) -> subprocess.Popen[bytes]:
     world = str(job.devices)
     environment = os.environ | {
         "RANK": str(rank),
@@ -124,8 +159,7 @@ def _start(job: Job, rank: int, port: int, result: Path) -> subprocess.Popen[byt
         # Class paths of a recipe are found through the caller's import path.
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
-    command = [sys.executable, *_WORKER, str(result)]
-    with result.with_suffix(".log").open("wb") as log:
+    with Path(command[-1]).with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT
         )

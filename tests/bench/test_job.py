@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,3 +65,23 @@ def test_a_file_without_model_and_data_is_refused(tmp_path: Path, text: str) -> 
     path.write_text(text)
     with pytest.raises(ConfigError, match="no data"):
         job.read_recipe(str(path))
+
+
+def test_an_engine_job_comes_back_from_json() -> None:
+    sent = job.EngineJob(devices=4, steps=2, forward_s=0.01, shared_memory=False)
+    assert job.load_engine(sent.dump()) == sent
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"devices": 1}, "stages=1 must be at least 2"),
+        ({"steps": 0}, "steps=0"),
+        ({"warmup": 0}, "warmup=0"),
+        ({"microbatches": 2}, "microbatches=2 is less than stages=3.*choose microbatches >= 3"),
+        ({"forward_s": 0.0}, "forward_s=0.0"),
+    ],
+)
+def test_wrong_engine_settings_are_named(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        job.EngineJob(**{"devices": 3} | setting)

@@ -1,0 +1,228 @@
+"""One rank of ``goose3d bench engine``: ``python -m goose_strategy.bench.engine_worker RESULT``.
+
+Both runtimes drive the same stage in the same processes, a step of one after a step of the other,
+so that neither meets a quieter machine. The job comes on standard input, the process group's
+coordinates from the environment, as under ``torchrun``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from lightning import Fabric
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage as TorchStage
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+from goose_strategy.bench import sleeping
+from goose_strategy.bench.job import EngineJob, load_engine
+from goose_strategy.comm.collectives import barrier
+from goose_strategy.errors import ScheduleError
+from goose_strategy.mesh.host import PEERS
+from goose_strategy.mesh.layout import MeshLayout
+from goose_strategy.mesh.mesh import ParallelMesh
+from goose_strategy.pipeline_parallel.config import PipelineConfig
+from goose_strategy.pipeline_parallel.engine import Engine
+from goose_strategy.pipeline_parallel.links import StageLinks, connect_stages
+from goose_strategy.pipeline_parallel.probe import probe_model
+from goose_strategy.pipeline_parallel.schedule import SCHEDULES
+from goose_strategy.pipeline_parallel.stage import PipelineStage, cut_model
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+    Run = Callable[[], object]
+
+
+class Case(NamedTuple):
+    """What the engine runs.
+
+    Attributes:
+        schedule: Name of the schedule.
+        recompute: Whether the forwards are computed again.
+    """
+
+    schedule: str
+    recompute: bool = False
+
+
+CASES: Mapping[str, Case] = {
+    **{name: Case(name) for name in SCHEDULES},
+    "1F1B recompute": Case("1F1B", recompute=True),
+}
+"""What is measured, by the name in the report."""
+
+# torch's runtime has no recompute between its actions.
+_THEIRS: Mapping[Case, type[PipelineScheduleSingle]] = {
+    Case("GPipe"): ScheduleGPipe,
+    Case("1F1B"): Schedule1F1B,
+}
+_TIMEOUT = timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both runtimes run.
+
+    Attributes:
+        mesh: The mesh, stages only.
+        stage: This rank's stage.
+        links: Its links to its neighbours.
+        batch: The global batch, a row per microbatch.
+        expected: One process's gradients of the stage's parameters.
+    """
+
+    mesh: ParallelMesh
+    stage: PipelineStage
+    links: StageLinks
+    batch: dict[str, Tensor]
+    expected: dict[str, Tensor]
+
+
+def main(result: Path) -> None:
+    """Run the job on standard input as this rank; write what was measured to ``result``."""
+    job = load_engine(sys.stdin.read())
+    torch.set_num_threads(job.threads)
+    fabric = Fabric(accelerator="cpu", devices=job.devices, strategy="ddp")
+    fabric.launch()
+    work = build(job)
+    measured = measure(work, job)
+    barrier(work.mesh.control)  # nobody leaves while a peer still talks
+    work.mesh.close()
+    result.write_text(json.dumps(measured))
+
+
+def build(job: EngineJob) -> Work:
+    """Make the mesh, the stage and what one process makes of the batch. Collective."""
+    layout = MeshLayout.from_world(job.devices, tp=1, pp=job.devices)
+    mesh = ParallelMesh.create(
+        layout,
+        device=torch.device("cpu"),
+        timeout=_TIMEOUT,
+        shared_memory=job.shared_memory,
+    )
+    torch.manual_seed(job.seed)
+    model = sleeping.SleepingModel(job.devices)
+    batch = sleeping.make_batch(job.microbatches, job.seed)
+    expected = _one_process(model, batch)
+    info = probe_model(model, {"input_ids": batch["input_ids"][:2]})
+    stage = cut_model(model, info, range(job.devices + 1), mesh.pp_rank)
+    model.set_sleep(forward_s=job.forward_s, backward_s=2 * job.forward_s)
+    kept = {name: expected[name] for name, _ in model.named_parameters()}
+    return Work(mesh, stage, connect_stages(mesh), batch, kept)
+
+
+def measure(work: Work, job: EngineJob) -> dict[str, Any]:
+    """Time all cases; collective.
+
+    Returns:
+        ``"shared_memory"``, and under ``"cases"`` per case and runtime (``"ours"``, ``"torch"``) a
+        list of timed steps, each with its ``start`` and ``end`` on the machine's clock and the CPU
+        seconds of this process, ``cpu``.
+
+    Raises:
+        ScheduleError: If gradients are not those of one process.
+    """
+    found: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for name, case in CASES.items():
+        runs = {"ours": _ours(work, case)}
+        if case in _THEIRS:
+            runs["torch"] = _theirs(work, case)
+        found[name] = {runtime: [] for runtime in runs}
+        for index in range(job.warmup + job.steps):
+            for runtime in list(runs)[:: 1 if index % 2 == 0 else -1]:
+                step = _timed(runs[runtime], work)
+                _check(work, f"{name} under {runtime}")
+                if index >= job.warmup:
+                    found[name][runtime].append(step)
+    return {"cases": found, "shared_memory": work.mesh.pp_forward in PEERS}
+
+
+def _timed(run: Run, work: Work) -> dict[str, float]:
+    work.stage.module.zero_grad()
+    barrier(work.mesh.control)
+    cpu, start = time.process_time(), time.perf_counter()
+    run()
+    end = time.perf_counter()
+    return {"start": start, "end": end, "cpu": time.process_time() - cpu}
+
+
+def _check(work: Work, what: str) -> None:
+    """Compare gradients with one process's: the time of a wrong step is worth nothing."""
+    for name, parameter in work.stage.module.named_parameters():
+        gradient, expected = parameter.grad, work.expected[name]
+        if gradient is None or not torch.allclose(gradient, expected, rtol=1e-4, atol=1e-5):
+            raise ScheduleError(
+                f"{what} gives {name} another gradient than one process.",
+                rank=work.mesh.rank,
+                stage=work.stage.index,
+            )
+
+
+def _one_process(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    model(**batch)["loss"].backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return gradients
+
+
+def _ours(work: Work, case: Case) -> Run:
+    config = PipelineConfig(
+        schedule=case.schedule,  # type: ignore[arg-type]  # a key of SCHEDULES
+        recompute="full" if case.recompute else "none",
+    )
+    engine = Engine(work.stage, work.links, config, rank=work.mesh.rank)
+    rows = len(work.batch["labels"])
+    parts = [
+        {key: value[row : row + 1] for key, value in work.batch.items()} for row in range(rows)
+    ]
+    return lambda: engine.run(parts, train=True)
+
+
+class _Adapter(nn.Module):
+    """What torch takes for a stage: one tensor in, one out, everything else by keyword."""
+
+    def __init__(self, stage: PipelineStage) -> None:
+        super().__init__()
+        self.module = stage.module
+        self.stage = stage
+
+    def forward(self, carried: Tensor, *, input_ids: Tensor) -> Tensor:
+        received = () if self.stage.is_first else (carried,)
+        output = self.stage.forward({"input_ids": input_ids}, received)
+        tensor: Tensor = output["logits"] if self.stage.is_last else output[0]
+        return tensor
+
+
+def _theirs(work: Work, case: Case) -> Run:
+    stage, ids, labels = work.stage, work.batch["input_ids"], work.batch["labels"]
+    hidden = torch.empty(1, sleeping.COLUMNS, sleeping.WIDTH, requires_grad=True)
+    logits = torch.empty(1, sleeping.COLUMNS, sleeping.VOCABULARY, requires_grad=True)
+    # With example tensors, torch exchanges no shapes in its first step.
+    theirs = TorchStage(
+        _Adapter(stage),
+        stage.index,
+        stage.num_stages,
+        work.mesh.device,
+        input_args=ids[:1] if stage.is_first else hidden,
+        output_args=logits if stage.is_last else hidden,
+        group=work.mesh.pp_forward,
+    )
+    schedule = _THEIRS[case](theirs, len(labels), loss_fn=sleeping.sum_loss, scale_grads=False)
+    entry = (ids,) if stage.is_first else ()
+    target = labels if stage.is_last else None
+    return lambda: schedule.step(*entry, target=target, input_ids=ids)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]))
