@@ -125,6 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _bench(arguments: list[str]) -> int:
     asked = arguments[0] if arguments else ""
+    if asked in ("-h", "--help"):
+        print(HELP)
+        return 0
     one_of(("step", "engine"), bench=asked)
     if asked == "engine":
         return engine.main(arguments[1:])

@@ -70,7 +70,8 @@ def open_checkpoint(
             missing or damaged, or if ``weights_only`` refuses a value.
     """
     doing = f"opening path={os.fspath(path)!r}"
-    target = collect(mesh, doing, lambda: resolved(path))[0]
+    ranks = mesh.layout.world_size
+    target = collect(mesh, doing, lambda: resolved(path, ranks=ranks))[0]
     copy = fetched(target, mesh=mesh, doing=doing) if is_remote(target) else None
     place = folder.local_path(target) if copy is None else copy.path / CONTENT
     opened: list[Checkpoint] = []

@@ -29,15 +29,26 @@ if TYPE_CHECKING:
     from goose_strategy.mesh.mesh import ParallelMesh
 
 
-def resolved(path: str | os.PathLike[str]) -> str:
+def resolved(path: str | os.PathLike[str], *, ranks: int = 1) -> str:
     """Return a path as all ranks shall use it: absolute, or a URL.
 
+    Args:
+        path: A folder, a file or a URL.
+        ranks: How many processes share it.
+
     Raises:
-        CheckpointError: If it has no name of its own, or nothing here can reach the URL.
+        CheckpointError: If it has no name of its own, nothing here can reach the URL, or not all
+            ranks can.
     """
     text = os.fspath(path)
     if is_remote(text):
-        return RemoteFolder(text).url
+        remote = RemoteFolder(text)
+        if remote.is_private and ranks > 1:
+            raise CheckpointError(
+                f"path={text!r} lies in the memory of one process, but {ranks} ranks share a "
+                "checkpoint; choose a folder or a URL that all of them reach."
+            )
+        return remote.url
     return str(folder.local_path(without_scheme(text)))
 
 

@@ -62,6 +62,12 @@ class RemoteFolder:
         if not self._root.strip("/"):
             raise CheckpointError(f"path={url!r} has no name of its own; choose a folder in it.")
 
+    @property
+    def is_private(self) -> bool:
+        """Whether no other process sees it."""
+        protocol = self._fs.protocol
+        return "memory" in ((protocol,) if isinstance(protocol, str) else protocol)
+
     def beside(self, ending: str) -> RemoteFolder:
         """Return the folder of the same name with an ending."""
         other = object.__new__(RemoteFolder)

@@ -70,7 +70,10 @@ def save_checkpoint(
         CheckpointError: On all ranks, with the first cause, if it failed on one. What was at
             ``path`` before is still there then.
     """
-    target = collect(mesh, f"saving path={os.fspath(path)!r}", lambda: resolved(path))[0]
+    ranks = mesh.layout.world_size
+    target = collect(mesh, f"saving path={os.fspath(path)!r}", lambda: resolved(path, ranks=ranks))[
+        0
+    ]
     doing = f"saving path={target!r}"
     is_first = mesh.rank == 0
     drafts: list[Draft] = []

@@ -124,7 +124,7 @@ class Mailbox:
         self._owed: dict[int, int] = {}
         self._arrived: deque[tuple[int, int, bytes]] = deque()
         self._awaited: deque[MailReceive] = deque()
-        self._headers: dict[Hashable, bytes] = {}
+        self._headers: dict[tuple[Hashable, Metas], bytes] = {}
         self._read: dict[bytes, tuple[Metas, int]] = {}
 
     def limit_waits(self, seconds: float) -> None:
@@ -134,10 +134,11 @@ class Mailbox:
 
     def send(self, tensors: Sequence[Tensor], key: Hashable, note: Note) -> MailSend:
         """Copy contiguous tensors into shared memory and announce them."""
-        header = self._headers.get(key)
         metas = metas_of(tensors)
+        # Models of one process share the mailbox, and may give one key to messages of other shapes.
+        header = self._headers.get((key, metas))
         if header is None:
-            header = self._headers[key] = array("q", encode(metas, key)).tobytes()
+            header = self._headers[key, metas] = array("q", encode(metas, key)).tobytes()
         sizes = [-(-meta.nbytes // _ALIGNMENT) * _ALIGNMENT for meta in metas]
         area, offset = self._room(sum(sizes))
         at = offset

@@ -70,6 +70,23 @@ def obstacle_of(module: nn.Module) -> str | None:
     return None
 
 
+def merge_obstacle(module: nn.Module) -> str | None:
+    """Return why a layer's active adapters cannot be written into the layer below, if so."""
+    layer: Any = module
+    below = {name for name, _ in layer.base_layer.named_parameters()}
+    for adapter in active_adapters(module):
+        variant = layer.lora_variant.get(adapter)
+        if variant is not None:
+            return f"adapter {adapter!r} is a {type(variant).__name__}, not plain LoRA"
+        if delta_bias(module, adapter) is not None and "bias" not in below:
+            return (
+                f"adapter {adapter!r} adds a bias (lora_bias=True), which the layer below has not"
+            )
+        if delta_weight(module, adapter) is not None and "weight" not in below:
+            return f"adapter {adapter!r} is on a parameter (target_parameters), not on a layer"
+    return None
+
+
 def linear_adapters(module: nn.Module) -> dict[str, tuple[nn.Linear, nn.Linear]]:
     """Return the factors of a linear layer's adapters, active or not.
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,6 +53,18 @@ class ExportConfig:
         _ = self.torch_dtype, self.max_bytes
         if self.tokenizer is not None and not Path(self.tokenizer).is_dir():
             raise ConfigError(f"tokenizer={os.fspath(self.tokenizer)!r} is no folder.")
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> ExportConfig:
+        """Make one of settings by name.
+
+        Raises:
+            ConfigError: If a name is unknown.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in settings:
+            one_of(known, setting=name)
+        return cls(**settings)
 
     @property
     def torch_dtype(self) -> torch.dtype | None:

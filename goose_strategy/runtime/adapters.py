@@ -23,6 +23,7 @@ from goose_strategy.comm.collectives import all_gather_objects
 from goose_strategy.compat import peft
 from goose_strategy.errors import ConfigError
 from goose_strategy.runtime.state import model_tensors
+from goose_strategy.runtime.verdict import agreed
 
 if TYPE_CHECKING:
     from goose_strategy.checkpoint.manifest import LocalTensor
@@ -71,13 +72,13 @@ def merged_adapters(model: ShardedModel) -> Generator[None, None, None]:
     """Merge the active adapters into the weights below them, inside the block.
 
     Afterwards the weights are as before to the last bit: they are kept (on the host, for a device
-    has no room to spare), not computed back. No communication.
+    has no room to spare), not computed back. The merge itself needs no communication.
 
     Args:
         model: The sharded module.
 
     Raises:
-        ConfigError: If a weight below an adapter is tied to another module's: on all ranks.
+        ConfigError: If an adapter cannot be merged; on all ranks.
     """
     check_mergeable(model)
     kept: list[tuple[Any, dict[str, Tensor]]] = []
@@ -183,11 +184,13 @@ def _adapted_layers(module: nn.Module) -> list[Any]:
 
 
 def check_mergeable(model: ShardedModel) -> None:
-    """Check that merging changes no module but those with adapters.
+    """Check that merging gives what the forward computes, and changes no other module. Collective.
 
     Raises:
-        ConfigError: If a weight below an adapter is tied to another module's; on all ranks.
+        ConfigError: If an adapter is no plain LoRA, or a weight below one is tied to another
+            module's; on all ranks.
     """
+    agreed(model.mesh, lambda: _check_layers(model.module))
     # Names are those of the whole model, so all ranks see the same.
     for first, others in model.surgery.aliases.items():
         names = [first, *others]
@@ -199,6 +202,17 @@ def check_mergeable(model: ShardedModel) -> None:
                 f"the adapters of {name} cannot be merged: its weight is tied to another module's, "
                 "which would change, too. Export the adapter instead, or train untied weights "
                 "(tie_word_embeddings=False)."
+            )
+
+
+def _check_layers(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        if not peft.is_lora(layer) or not any(p.numel() for p in layer.parameters()):
+            continue
+        if obstacle := peft.merge_obstacle(layer):
+            raise ConfigError(
+                f"the adapters of {name} cannot be merged: {obstacle}. Use "
+                "strategy.export_adapter(module, path), and merge with peft in one process."
             )
 
 

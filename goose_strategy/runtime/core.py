@@ -316,7 +316,7 @@ class ParallelRuntime:
         """Write the causal LM of a sharded module as a Hugging Face checkpoint. Collective.
 
         Args:
-            module: The sharded module.
+            module: The sharded module, or the model in it.
             path: The folder that will appear, on a file system that all ranks share.
             **settings: Of :class:`~goose_strategy.hub.config.ExportConfig`: ``dtype``,
                 ``max_shard_size``, ``overwrite``, ``tokenizer``.
@@ -329,10 +329,12 @@ class ParallelRuntime:
         from goose_strategy.hub.config import ExportConfig
         from goose_strategy.runtime.export import export_model
 
-        model = self.model_of(module)
+        # Also the model inside of what was set up: a LightningModule's, say.
+        holders = (m for m in self.models if any(module is one for one in m.module.modules()))
+        model = next(holders, None)
         if model is None:
             raise ConfigError("The module is not sharded by this runtime; set it up first.")
-        export_model(model, path, ExportConfig(**settings))
+        export_model(model, path, ExportConfig.of(settings))
 
     def vote(self, *, decision: bool, everyone: bool) -> bool:
         """Return whether all (``everyone``) or any ranks of the world decided yes. Collective."""

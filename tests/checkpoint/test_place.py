@@ -214,3 +214,9 @@ def test_paths_are_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert resolved("memory://a/b") == "memory://a/b"
     assert isinstance(draft_of("memory://a/b", is_first=True), RemoteDraft)
     assert isinstance(draft_of(str(tmp_path / "a"), is_first=True), LocalDraft)
+
+
+def test_the_memory_of_one_process_is_no_place_for_several() -> None:
+    assert resolved("memory://somewhere/last.ckpt") == "memory://somewhere/last.ckpt"
+    with pytest.raises(CheckpointError, match=r"memory of one process, but 2 ranks share"):
+        resolved("memory://somewhere/last.ckpt", ranks=2)

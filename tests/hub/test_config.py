@@ -51,3 +51,9 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> N
 
 def test_a_tokenizer_is_a_folder(tmp_path: Path) -> None:
     assert ExportConfig(tokenizer=tmp_path).tokenizer == tmp_path
+
+
+def test_settings_by_name_are_known_or_refused() -> None:
+    assert ExportConfig.of({"dtype": "bf16"}) == ExportConfig(dtype="bf16")
+    with pytest.raises(ConfigError, match=r"setting='dtyp' is not known; choose one of 'dtype'"):
+        ExportConfig.of({"dtyp": "bf16"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -267,3 +268,37 @@ def test_plain_names_are_those_without_adapters() -> None:
     assert plain_name("base_model.model.lm_head.modules_to_save.other.weight", "other") == (
         "lm_head.weight"
     )
+
+
+def _unmergeable(ctx: Context, settings: dict[str, Any], folder: str) -> list[str]:
+    """What an export of adapters says that cannot be written into the weights below them."""
+    base = tiny_model("llama", dtype=torch.float32)
+    with warnings.catch_warnings():
+        # peft warns that its own merge would fail.
+        warnings.simplefilter("ignore", UserWarning)
+        config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", **settings)
+        model = peft.get_peft_model(base, config)
+    with started(1, 2) as runtime:
+        runtime.shard_module(model)
+        return [
+            message(lambda: runtime.export(model, f"{folder}/out"), ConfigError),
+            message(lambda: runtime.merged_adapters(model).__enter__(), ConfigError),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"target_modules": ["q_proj"], "use_dora": True}, "not plain LoRA"),
+        ({"target_modules": ["q_proj"], "lora_bias": True}, r"adds a bias \(lora_bias=True\)"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(
+    settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    """DoRA scales the sum of both: merging the factors alone would be silently wrong."""
+    for found in run_ranks(_unmergeable, 2, settings, str(tmp_path)):
+        for said in found:
+            assert re.search(f"cannot be merged: adapter 'default' .*{reason}", said), said
+            assert "export_adapter" in said
+    assert not (tmp_path / "out").exists()

@@ -14,6 +14,7 @@ from torch.optim import SGD
 from goose_strategy.errors import BatchError, ConfigError, MeshError
 from goose_strategy.runtime.core import ParallelRuntime
 from goose_strategy.runtime.settings import RuntimeConfig
+from tests.harness.compare import token_loss
 from tests.harness.models import batches, rows_of, tiny_model
 from tests.harness.worker import Context
 from tests.harness.world import run_ranks
@@ -267,3 +268,38 @@ def _alone(ctx: Context) -> list[float]:
 def test_a_world_of_one_rank_trains() -> None:
     ((first, second),) = run_ranks(_alone, 1)
     assert first != second
+
+
+def _two_models(_ctx: Context) -> list[float]:
+    """Two models of other widths and types take turns over the same neighbours."""
+    found = []
+    with started(1, 2) as runtime, torch.no_grad():
+        models = [
+            tiny_model("llama", dtype=torch.float32),
+            tiny_model("llama"),
+            tiny_model("llama", heads=2),
+        ]
+        for model in models:
+            runtime.shard_module(model)
+        for _ in range(2):
+            found += [model(**batches(1)[0]).loss.item() for model in models]
+    return found
+
+
+def test_models_of_other_shapes_share_neighbours() -> None:
+    """What a receiver is told of a message is that message's, not an earlier model's."""
+    with torch.no_grad():
+        alone = [
+            token_loss(model(**_plain(batches(1)[0])).logits, batches(1)[0]["labels"]).item()
+            for model in (
+                tiny_model("llama", dtype=torch.float32),
+                tiny_model("llama"),
+                tiny_model("llama", heads=2),
+            )
+        ]
+    for found in run_ranks(_two_models, 2):
+        assert found == pytest.approx(alone * 2, rel=1e-6)
+
+
+def _plain(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in batch.items() if name != "labels"}
