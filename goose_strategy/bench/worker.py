@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import resource
 import sys
 import time
@@ -136,3 +137,8 @@ def _strategy(job: Job) -> Any:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     main(Path(sys.argv[1]))
+    # The result is written. At an ordinary exit, threads of gloo under ddp are now and then
+    # destroyed while they run, which aborts the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
