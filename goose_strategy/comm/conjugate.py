@@ -2,8 +2,9 @@
 
 ``torch.distributed.nn`` and the functional collectives differentiate a collective as the sum over
 the losses of all ranks. In tensor parallelism all ranks of a group compute the *same* loss, so the
-conjugate of an all-reduce is the identity and the other way round (Shoeybi et al. 2019,
-arXiv:1909.08053, section 3). Without gradients these functions cost no autograd node at all.
+conjugate of putting slices together is to take one's slice, and the other way round (Shoeybi et al.
+2019, arXiv:1909.08053, section 3). The pair of the all-reduce, which works in place, is in
+`goose_strategy.tensor_parallel.regions`.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ def verify_plan(model: nn.Module, plan: TensorPlan, mesh: ParallelMesh) -> Tenso
         PlanError: On all ranks, naming what differs most.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        # torch.manual_seed would seed the devices' generators too, and nobody would put them back.
+        torch.default_generator.manual_seed(0)
         whole = _clone(model)
         _randomise(whole)
         cut = copy.deepcopy(whole)
@@ -70,7 +71,7 @@ def verify_plan(model: nn.Module, plan: TensorPlan, mesh: ParallelMesh) -> Tenso
     all_reduce(errors, mesh.control, op="max")
     found = dict(plan.rules)
     by_name = dict(zip([*names, "logits"], errors.tolist(), strict=True))
-    for pattern in plan.guessed:
+    for pattern in sorted(plan.guessed):
         tried = [by_name.pop(name) for name in names if generic_name(name) == pattern]
         summed, unsummed, exists = (max(column) for column in zip(*tried, strict=True))
         summed, unsummed = summed <= _TOLERANCE, unsummed <= _TOLERANCE

@@ -43,7 +43,7 @@ def check_factors(factors: Iterable[float]) -> None:
         raise BatchError(
             f"ranks multiplied the loss of a pipelined call by different factors, {factors} by "
             "rank (0.0 is a rank that called no backward); the loss must be scaled equally on all "
-            "ranks. No weight was changed."
+            "ranks."
         )
 
 
