@@ -62,13 +62,16 @@ def verify_plan(model: nn.Module, plan: TensorPlan, mesh: ParallelMesh) -> Tenso
         weight = torch.randn(rows, columns, vocab)
     specs = parallelize(cut, plan, mesh)
     names = list(specs)
+    cause: Exception | None = None
     try:
         errors = _errors(cut, whole, specs, mesh, inputs=(ids, weight))
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-        # Shapes that do not fit, on all ranks alike as all have the same plan.
-        _refuse(plan, f"run: {error}", error)
+        # Shapes that do not fit. The others are told, in case they fit there.
+        cause, errors = error, torch.full((len(names) + 1, 3), math.inf, dtype=torch.float64)
     # The largest over all ranks, so that all decide alike.
     all_reduce(errors, mesh.control, op="max")
+    if cause is not None:
+        _refuse(plan, f"run: {cause}", cause)
     found = dict(plan.rules)
     by_name = dict(zip([*names, "logits"], errors.tolist(), strict=True))
     for pattern in sorted(plan.guessed):
