@@ -20,9 +20,9 @@ class TensorConfig:
         allow_replicated_attention: Where tp does not divide a model's heads, keep attention whole
             on every rank (its weights, its work and its memory) and cut the rest of each layer.
             Refused by default, with the sizes that work.
-        verify_plan: Try a plan that is not one of the proved families' out before it is used: two
-            layers of the model, cut and uncut, must agree in every gradient. It takes the memory
-            and time of these layers once.
+        verify_plan: Try a plan that is not one of the proved families' out before it is used: a
+            clone of the model with as few layers as have every kind in them, cut and uncut, must
+            agree in every gradient. It takes the memory and time of these layers once.
         rules: Rules laid over the family's plan: a module or parameter name with ``*`` for layer
             numbers -> ``"column"``, ``"row"``, ``"vocab"``, ``"head"``, ``"experts"``,
             ``"gathered"``, ``"split"``, ``"partial"`` or ``"replicated"`` (see `Style`).
