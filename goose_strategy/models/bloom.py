@@ -20,4 +20,6 @@ BLOOM = Family(
         numbers=("num_heads",),
         sliced=("alibi",),
     ),
+    # It multiplies by pieces of the row layers' weights itself.
+    refused={"slow_but_exact": True},
 )

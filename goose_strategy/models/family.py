@@ -33,6 +33,7 @@ class Family:
         attention: What else has to be known of its attention modules.
         attention_if: Settings of the config, of which one set has to hold, with which attention can
             be cut; it stays whole, if that is allowed, where none does. Empty: always.
+        refused: Settings of the config with which the model goes around its own layers.
     """
 
     name: str
@@ -43,3 +44,4 @@ class Family:
     packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     attention: Attention = GROUPED
     attention_if: tuple[Mapping[str, object], ...] = ()
+    refused: Mapping[str, object] = field(default_factory=dict)

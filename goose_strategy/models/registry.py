@@ -103,6 +103,7 @@ def plan_for(model: nn.Module, config: TensorConfig | None = None) -> TensorPlan
     config = config or TensorConfig()
     name = model_type(model)
     family = FAMILIES.get(name)
+    _check_settings(model, family)
     prefix = base_prefix(model)
     rules = {} if family and family.own_plan else _derived_rules(model, name)
     if family is not None:
@@ -139,6 +140,17 @@ def plan_for(model: nn.Module, config: TensorConfig | None = None) -> TensorPlan
     plan = _checked_attention(model, family, plan)
     modules_to_cut(model, plan)
     return plan
+
+
+def _check_settings(model: nn.Module, family: Family | None) -> None:
+    config = getattr(model, "config", None)
+    for name, value in ({} if family is None else family.refused).items():
+        if family is not None and getattr(config, name, None) == value:
+            raise PlanError(
+                f"{name}={value!r} in the config of this {family.name} model goes around its own "
+                f"layers, which tp cuts; change it, or use tp=1.",
+                axis="tp",
+            )
 
 
 def _placed(family: Family | None, prefix: str) -> Attention | None:

@@ -145,8 +145,12 @@ _LATENT = {
             lambda: _other("MiniCPM3", **_LATENT),
             r"kv_a_proj_with_mqa='mla_kv_a_proj': this style of .*'minicpm3' is not supported",
         ),
+        (
+            lambda: tiny_model("bloom", layers=1, slow_but_exact=True),
+            r"slow_but_exact=True in the config of this bloom model goes around its own layers",
+        ),
     ],
-    ids=["no plan", "another style"],
+    ids=["no plan", "another style", "around the layers"],
 )
 def test_what_is_not_supported_is_refused_by_name(model: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
