@@ -34,8 +34,7 @@ from goose_strategy.pipeline_parallel.config import PipelineConfig
 from goose_strategy.pipeline_parallel.engine import Engine
 from goose_strategy.pipeline_parallel.links import StageLinks, connect_stages
 from goose_strategy.pipeline_parallel.probe import probe_model
-from goose_strategy.pipeline_parallel.schedule import SCHEDULES
-from goose_strategy.pipeline_parallel.stage import PipelineStage, cut_model
+from goose_strategy.pipeline_parallel.stage import ModelPart, PipelineStage, cut_model
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -56,7 +55,7 @@ class Case(NamedTuple):
 
 
 CASES: Mapping[str, Case] = {
-    **{name: Case(name) for name in SCHEDULES},
+    **{name: Case(name) for name in ("GPipe", "1F1B")},
     "1F1B recompute": Case("1F1B", recompute=True),
 }
 """What is measured, by the name in the report."""
@@ -75,14 +74,14 @@ class Work:
 
     Attributes:
         mesh: The mesh, stages only.
-        stage: This rank's stage.
+        part: This rank's stage.
         links: Its links to its neighbours.
         batch: The global batch, a row per microbatch.
         expected: One process's gradients of the stage's parameters.
     """
 
     mesh: ParallelMesh
-    stage: PipelineStage
+    part: ModelPart
     links: StageLinks
     batch: dict[str, Tensor]
     expected: dict[str, Tensor]
@@ -115,10 +114,10 @@ def build(job: EngineJob) -> Work:
     batch = sleeping.make_batch(job.microbatches, job.seed)
     expected = _one_process(model, batch)
     info = probe_model(model, {"input_ids": batch["input_ids"][:2]})
-    stage = cut_model(model, info, range(job.devices + 1), mesh.pp_rank)
+    part = cut_model(model, info, range(job.devices + 1), mesh.pp_rank)
     model.set_sleep(forward_s=job.forward_s, backward_s=2 * job.forward_s)
     kept = {name: expected[name] for name, _ in model.named_parameters()}
-    return Work(mesh, stage, connect_stages(mesh), batch, kept)
+    return Work(mesh, part, connect_stages(mesh), batch, kept)
 
 
 def measure(work: Work, job: EngineJob) -> dict[str, Any]:
@@ -148,7 +147,7 @@ def measure(work: Work, job: EngineJob) -> dict[str, Any]:
 
 
 def _timed(run: Run, work: Work) -> dict[str, float]:
-    work.stage.module.zero_grad()
+    work.part.module.zero_grad()
     barrier(work.mesh.control)
     cpu, start = time.process_time(), time.perf_counter()
     run()
@@ -158,13 +157,13 @@ def _timed(run: Run, work: Work) -> dict[str, float]:
 
 def _check(work: Work, what: str) -> None:
     """Compare gradients with one process's: the time of a wrong step is worth nothing."""
-    for name, parameter in work.stage.module.named_parameters():
+    for name, parameter in work.part.module.named_parameters():
         gradient, expected = parameter.grad, work.expected[name]
         if gradient is None or not torch.allclose(gradient, expected, rtol=1e-4, atol=1e-5):
             raise ScheduleError(
                 f"{what} gives {name} another gradient than one process.",
                 rank=work.mesh.rank,
-                stage=work.stage.index,
+                stage=work.part.rank,
             )
 
 
@@ -180,7 +179,7 @@ def _ours(work: Work, case: Case) -> Run:
         schedule=case.schedule,  # type: ignore[arg-type]  # a key of SCHEDULES
         recompute="full" if case.recompute else "none",
     )
-    engine = Engine(work.stage, work.links, config, rank=work.mesh.rank)
+    engine = Engine(work.part, work.links, config, rank=work.mesh.rank)
     rows = len(work.batch["labels"])
     parts = [
         {key: value[row : row + 1] for key, value in work.batch.items()} for row in range(rows)
@@ -204,7 +203,8 @@ class _Adapter(nn.Module):
 
 
 def _theirs(work: Work, case: Case) -> Run:
-    stage, ids, labels = work.stage, work.batch["input_ids"], work.batch["labels"]
+    (stage,) = work.part.stages
+    ids, labels = work.batch["input_ids"], work.batch["labels"]
     hidden = torch.empty(1, sleeping.COLUMNS, sleeping.WIDTH, requires_grad=True)
     logits = torch.empty(1, sleeping.COLUMNS, sleeping.VOCABULARY, requires_grad=True)
     # With example tensors, torch exchanges no shapes in its first step.

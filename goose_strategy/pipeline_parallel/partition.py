@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from goose_strategy.errors import ConfigError, PlanError
 from goose_strategy.pipeline_parallel.balance import Work, balance
 
+if TYPE_CHECKING:
+    from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 
-def partition_layers(partition: str | Sequence[int], work: Work, stages: int) -> tuple[int, ...]:
+
+def partition_layers(partition: str | Sequence[int], work: Work, chunks: Chunks) -> tuple[int, ...]:
     """Cut a stack of layers into contiguous stages.
 
     ``"balanced"`` makes the slowest stage as fast as whole layers allow, the head counted.
@@ -19,7 +23,7 @@ def partition_layers(partition: str | Sequence[int], work: Work, stages: int) ->
     Args:
         partition: ``"balanced"``, ``"uniform"`` or the number of layers of each stage.
         work: What each layer costs.
-        stages: Number of stages.
+        chunks: Which rank holds which stages.
 
     Returns:
         ``stages + 1`` bounds: stage ``s`` owns the layers ``bounds[s]`` to ``bounds[s + 1] - 1``.
@@ -28,11 +32,11 @@ def partition_layers(partition: str | Sequence[int], work: Work, stages: int) ->
         ConfigError: If a list names another number of stages.
         PlanError: If there are more stages than layers, or a list does not sum to the layers.
     """
-    layers = len(work.layers)
+    layers, stages = len(work.layers), chunks.stages
     if layers < stages:
         raise PlanError(
-            f"pp={stages} is more than the model's {layers} layers; every stage needs one, "
-            f"choose pp <= {layers}.",
+            f"{_sizes(chunks)} is more than the model's {layers} layers; every stage needs one, "
+            f"choose pp <= {layers // chunks.per_rank}.",
             axis="pp",
         )
     if isinstance(partition, str):
@@ -41,8 +45,8 @@ def partition_layers(partition: str | Sequence[int], work: Work, stages: int) ->
         counts = list(partition)
     if len(counts) != stages:
         raise ConfigError(
-            f"partition={counts} lists {len(counts)} stages but pp={stages}; list one number of "
-            "layers per stage.",
+            f"partition={counts} lists {len(counts)} stages but {_sizes(chunks)}; list one "
+            "number of layers per stage.",
             axis="pp",
         )
     if sum(counts) != layers or min(counts) < 1:
@@ -52,6 +56,12 @@ def partition_layers(partition: str | Sequence[int], work: Work, stages: int) ->
             axis="pp",
         )
     return tuple(sum(counts[:stage]) for stage in range(stages + 1))
+
+
+def _sizes(chunks: Chunks) -> str:
+    if chunks.per_rank == 1:
+        return f"pp={chunks.ranks}"
+    return f"pp={chunks.ranks} x {chunks.per_rank} stages per rank = {chunks.stages}"
 
 
 def _uniform(layers: int, stages: int) -> list[int]:

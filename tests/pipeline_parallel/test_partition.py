@@ -9,6 +9,7 @@ import pytest
 from goose_strategy.errors import ConfigError, PlanError
 from goose_strategy.pipeline_parallel.balance import Work
 from goose_strategy.pipeline_parallel.partition import partition_layers
+from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 
 
 def equal(layers: int, head: int = 0) -> Work:
@@ -28,13 +29,13 @@ def equal(layers: int, head: int = 0) -> Work:
     ],
 )
 def test_uniform(layers: int, stages: int, bounds: tuple[int, ...]) -> None:
-    assert partition_layers("uniform", equal(layers), stages) == bounds
+    assert partition_layers("uniform", equal(layers), Chunks(stages)) == bounds
 
 
 def test_uniform_is_as_even_as_possible() -> None:
     for layers in range(1, 40):
         for stages in range(1, layers + 1):
-            bounds = partition_layers("uniform", equal(layers), stages)
+            bounds = partition_layers("uniform", equal(layers), Chunks(stages))
             counts = [b - a for a, b in itertools.pairwise(bounds)]
             assert sum(counts) == layers
             assert max(counts) - min(counts) <= 1
@@ -42,12 +43,14 @@ def test_uniform_is_as_even_as_possible() -> None:
 
 
 def test_balanced_leaves_the_last_stage_room_for_the_head() -> None:
-    assert partition_layers("balanced", equal(8, head=3), 4) == (0, 2, 4, 7, 8)
-    assert partition_layers("balanced", equal(8), 4) == partition_layers("uniform", equal(8), 4)
+    assert partition_layers("balanced", equal(8, head=3), Chunks(4)) == (0, 2, 4, 7, 8)
+    assert partition_layers("balanced", equal(8), Chunks(4)) == partition_layers(
+        "uniform", equal(8), Chunks(4)
+    )
 
 
 def test_listed() -> None:
-    assert partition_layers([1, 3, 2], equal(6), 3) == (0, 1, 4, 6)
+    assert partition_layers([1, 3, 2], equal(6), Chunks(3)) == (0, 1, 4, 6)
 
 
 @pytest.mark.parametrize(
@@ -64,4 +67,4 @@ def test_what_does_not_fit_is_refused(
     partition: str | list[int], stages: int, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        partition_layers(partition, equal(4), stages)
+        partition_layers(partition, equal(4), Chunks(stages))
