@@ -35,7 +35,7 @@ def partition_layers(partition: str | Sequence[int], work: Work, chunks: Chunks)
     layers, stages = len(work.layers), chunks.stages
     if layers < stages:
         raise PlanError(
-            f"{_sizes(chunks)} is more than the model's {layers} layers; every stage needs one, "
+            f"{chunks.describe()} is more than the model's {layers} layers; every stage needs one, "
             f"choose pp <= {layers // chunks.per_rank}.",
             axis="pp",
         )
@@ -45,7 +45,7 @@ def partition_layers(partition: str | Sequence[int], work: Work, chunks: Chunks)
         counts = list(partition)
     if len(counts) != stages:
         raise ConfigError(
-            f"partition={counts} lists {len(counts)} stages but {_sizes(chunks)}; list one "
+            f"partition={counts} lists {len(counts)} stages but {chunks.describe()}; list one "
             "number of layers per stage.",
             axis="pp",
         )
@@ -56,12 +56,6 @@ def partition_layers(partition: str | Sequence[int], work: Work, chunks: Chunks)
             axis="pp",
         )
     return tuple(sum(counts[:stage]) for stage in range(stages + 1))
-
-
-def _sizes(chunks: Chunks) -> str:
-    if chunks.per_rank == 1:
-        return f"pp={chunks.ranks}"
-    return f"pp={chunks.ranks} x {chunks.per_rank} stages per rank = {chunks.stages}"
 
 
 def _uniform(layers: int, stages: int) -> list[int]:

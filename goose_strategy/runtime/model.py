@@ -270,6 +270,7 @@ class ShardedModel:
             config=self.config.zero,
             average=True,
             owner_of=owned,
+            stage_of=self.surgery.stage_of,
         )
         return self.reducer
 

@@ -24,6 +24,7 @@ from goose_strategy.compat.transformers import (
     tied_parameters,
 )
 from goose_strategy.errors import PlanError
+from goose_strategy.grads.store import WeightGradStore
 from goose_strategy.hub.twin import runnable_twin
 from goose_strategy.mesh.shard import ShardSpec
 from goose_strategy.models.registry import plan_for
@@ -33,6 +34,7 @@ from goose_strategy.pipeline_parallel.partition import partition_layers
 from goose_strategy.pipeline_parallel.probe import probe_model
 from goose_strategy.pipeline_parallel.recompute import choose_modules, recompute_modules
 from goose_strategy.pipeline_parallel.stage import ModelPart, cut_model
+from goose_strategy.tensor_parallel.defer import defer_weight_gradients
 from goose_strategy.tensor_parallel.head import HeadSwitch, causal_lm_loss
 from goose_strategy.tensor_parallel.parallelize import (
     check_cut,
@@ -78,6 +80,14 @@ class Surgery:
         """Type of the loss: fp64 for fp64 models, else fp32."""
         wide = any(spec.dtype == torch.float64 for spec in self.specs.values())
         return torch.float64 if wide else torch.float32
+
+    @property
+    def stage_of(self) -> dict[str, int]:
+        """The stage of each parameter that only one of the rank's stages uses."""
+        if self.part is None:
+            return {}
+        prefix = self.models[0][0]
+        return {_join(prefix, name): stage for name, stage in self.part.stage_of.items()}
 
     @property
     def head(self) -> HeadSwitch | None:
@@ -147,7 +157,12 @@ def operate(
         head = output_embedding(lm)
         loss = causal_lm_loss(head[1] if head else None, gather_logits=gather, count=count)
         surgery.reversals.append(install_loss(lm, loss))
-    absent = surgery.part.absent if surgery.part is not None else []
+    part = surgery.part
+    if part is not None and splits_backward(config.pipeline.schedule):
+        store = WeightGradStore()
+        surgery.reversals.append(defer_weight_gradients(part.module, store))
+        surgery.part = replace(part, store=store)
+    absent = part.absent if part is not None else []
     for root, names in again:
         surgery.reversals.append(recompute_modules(root, names, absent=absent))
     surgery.specs = _all_specs(module, inside, surgery, mesh)

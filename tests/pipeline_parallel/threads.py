@@ -6,10 +6,12 @@ import copy
 import queue
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from goose_strategy.grads.store import WeightGradStore
+from goose_strategy.tensor_parallel.defer import defer_weight_gradients
 from torch import Tensor, nn
 
 from goose_strategy.pipeline_parallel.balance import count_work
@@ -18,6 +20,7 @@ from goose_strategy.pipeline_parallel.engine import Engine, StepResult
 from goose_strategy.pipeline_parallel.links import StageLinks
 from goose_strategy.pipeline_parallel.partition import partition_layers
 from goose_strategy.pipeline_parallel.probe import probe_model
+from goose_strategy.pipeline_parallel.program import splits_backward
 from goose_strategy.pipeline_parallel.stage import ModelPart, PipelineStage, cut_model
 from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 
@@ -163,6 +166,9 @@ def make_pipeline(
     for rank in range(pp):
         copied = copy.deepcopy(model)
         part = cut_model(copied, info, bounds, rank, chunks)
+        if splits_backward(config.schedule):
+            part = replace(part, store=WeightGradStore())
+            defer_weight_gradients(copied, part.store)
         peers = _peers(chunks, rank)
         links = StageLinks(
             {stage: _ends(forward, rank, peer) for stage, peer in peers},
