@@ -84,7 +84,7 @@ class Engine:
         microbatches: Sequence[Mapping[str, Any]],
         *,
         train: bool,
-        before_last_backward: Callable[[], None] | None = None,
+        completing: Callable[[int], AbstractContextManager[None]] | None = None,
         want_logits: bool = False,
         want_loss: bool = True,
     ) -> StepResult:
@@ -93,8 +93,8 @@ class Engine:
         Args:
             microbatches: Keyword arguments of the model, one mapping per microbatch.
             train: Run backwards too; gradients are added to every ``p.grad``.
-            before_last_backward: Called before this stage's last backward: from then on, a
-                parameter's gradient is complete once autograd has accumulated it.
+            completing: Surrounds the actions after which gradients of a stage are complete: what
+                autograd accumulates inside is a parameter's last contribution.
             want_logits: Collect the logits on the last stage.
             want_loss: Call ``loss_fn`` (the model's own loss is taken whenever there is one).
 
@@ -123,9 +123,11 @@ class Engine:
                 with self._guarded("start of the step"):
                     step.hooks.open()
             for action in todo.actions:
-                if action is todo.last_backward and before_last_backward is not None:
-                    before_last_backward()
-                self._execute(action, step)
+                if action is todo.last_backward and completing is not None:
+                    with completing(action.stage):
+                        self._execute(action, step)
+                else:
+                    self._execute(action, step)
             self._finish(step)
         return step.result
 

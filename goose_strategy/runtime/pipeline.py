@@ -108,7 +108,7 @@ class PipelineCall:
         result = self.engine.run(
             microbatches,
             train=True,
-            before_last_backward=reducer.last_backward,
+            completing=reducer.completing,
             want_logits=want_logits,
         )
         with self._model.watch("gradient reduction"):

@@ -291,19 +291,27 @@ def test_the_last_backward_is_announced_once_per_stage() -> None:
     head = pipeline.stages[1].module.lm_head.weight
     head.register_post_accumulate_grad_hook(lambda _: done.append(1))
     engine = pipeline.engines[1]
-    pipeline.engines[1] = _WithCallback(engine, lambda: announced.append(len(done)))
+
+    @contextmanager
+    def completing(stage: int) -> Any:
+        assert stage == 1
+        announced.append(len(done))
+        yield
+        announced.append(len(done))
+
+    pipeline.engines[1] = _Completing(engine, completing)
     pipeline.run(split(batch_of(4), 4), train=True)
-    assert announced == [3]
+    assert announced == [3, 4]
     pipeline.run(split(batch_of(4), 4), train=False)
-    assert announced == [3]
+    assert announced == [3, 4]
 
 
-class _WithCallback:
-    def __init__(self, engine: Any, callback: Any) -> None:
-        self.engine, self.callback = engine, callback
+class _Completing:
+    def __init__(self, engine: Any, completing: Any) -> None:
+        self.engine, self.completing = engine, completing
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        return self.engine.run(*args, before_last_backward=self.callback, **kwargs)
+        return self.engine.run(*args, completing=self.completing, **kwargs)
 
 
 def test_few_receives_are_posted_and_outputs_are_freed_once_sent() -> None:
