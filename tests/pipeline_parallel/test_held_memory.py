@@ -162,7 +162,7 @@ def test_the_peak_of_every_schedule_is_that_of_its_table(
     predicted = peak_memory(table, graphs, put_off=left)
     for rank, (peak, expected) in enumerate(zip(peaks, predicted, strict=True)):
         assert abs(peak - expected) <= 0.02 * expected, (rank, peak, expected)
-    # What a backward leaves to its W is less than its activations. (DualPipeV splits none of one.)
+    # What a backward leaves to its W is less than its activations.
     split_stages = [stage for stage in range(chunks.stages) if f"{stage}I0" in grown[stage]]
     assert all(left[stage] < graphs[stage] for stage in split_stages)
-    assert bool(split_stages) == (CATALOGUE[schedule].splits and schedule != "DualPipeV")
+    assert bool(split_stages) == CATALOGUE[schedule].splits
