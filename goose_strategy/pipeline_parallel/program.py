@@ -24,6 +24,7 @@ from goose_strategy.pipeline_parallel.tables.catalogue import (
 )
 from goose_strategy.pipeline_parallel.tables.chunks import Chunks, Schedule
 from goose_strategy.pipeline_parallel.tables.csv_text import read_csv
+from goose_strategy.pipeline_parallel.tables.norms import Norms
 from goose_strategy.validate import one_of, whole
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ def program(
     *,
     train: bool = True,
     recompute: bool = False,
+    norms: Norms | None = None,
 ) -> Table:
     """Return the checked table of a schedule with its messages: what the engines execute.
 
@@ -135,6 +137,7 @@ def program(
         microbatches: Number of microbatches.
         train: With backwards, or only forwards.
         recompute: With ``R`` actions.
+        norms: For what weight gradients wait, where they are clipped per sample.
 
     Returns:
         Per rank its actions, messages included. Cached: a run makes it once.
@@ -147,7 +150,7 @@ def program(
     if isinstance(chunks, int):
         chunks = chunks_of(schedule, chunks)
     made = _make(schedule, chunks, microbatches, train=train)
-    return finish(made, train=train, recompute=recompute)
+    return finish(made, train=train, recompute=recompute, norms=norms)
 
 
 def _make(schedule: str, chunks: Chunks, microbatches: int, *, train: bool) -> Schedule:
@@ -187,7 +190,7 @@ class RankProgram:
 
 
 @lru_cache(maxsize=64)
-def rank_program(
+def rank_program(  # noqa: PLR0913  what makes a program, and whose row of it
     schedule: str,
     chunks: Chunks | int,
     microbatches: int,
@@ -195,6 +198,7 @@ def rank_program(
     train: bool,
     rank: int,
     recompute: bool = False,
+    norms: Norms | None = None,
 ) -> RankProgram:
     """Return the row of one rank of :func:`program`, with what the engine looks up in it.
 
@@ -205,13 +209,16 @@ def rank_program(
         train: With backwards, or only forwards.
         rank: Number of the rank in the pipeline.
         recompute: With ``R`` actions.
+        norms: As in :func:`program`.
 
     Returns:
         The rank's part. Cached.
     """
     if isinstance(chunks, int):
         chunks = chunks_of(schedule, chunks)
-    table = program(schedule, chunks, microbatches, train=train, recompute=recompute)
+    table = program(
+        schedule, chunks, microbatches, train=train, recompute=recompute, norms=norms
+    )
     row = table[rank]
     taken: dict[Action, tuple[Action, ...]] = {}
     for other in set(range(chunks.ranks)) - {rank}:

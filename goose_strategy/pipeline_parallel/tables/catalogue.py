@@ -23,6 +23,7 @@ from goose_strategy.pipeline_parallel.tables.interleaved import (
     zb_h1,
 )
 from goose_strategy.pipeline_parallel.tables.lowering import lower
+from goose_strategy.pipeline_parallel.tables.norms import Norms, split_in_place, wait_for_norms
 from goose_strategy.pipeline_parallel.tables.vshape import dualpipev, zbv
 from goose_strategy.validate import one_of, positive, whole
 
@@ -132,7 +133,12 @@ def forward_only(chunks: Chunks, microbatches: int) -> Table:
 
 
 def finish(
-    schedule: Schedule, *, train: bool = True, recompute: bool = False, tie: bool = False
+    schedule: Schedule,
+    *,
+    train: bool = True,
+    recompute: bool = False,
+    tie: bool = False,
+    norms: Norms | None = None,
 ) -> Table:
     """Add everything that is not a schedule's own decision, and prove the result.
 
@@ -141,6 +147,7 @@ def finish(
         train: Whether it has backwards.
         recompute: Add ``R`` actions.
         tie: Add ``T`` actions.
+        norms: Split every backward, and let each ``W`` wait for norms.
 
     Returns:
         The table with its messages: what an engine executes.
@@ -148,6 +155,11 @@ def finish(
     Raises:
         ScheduleError: If the table is wrong or would deadlock.
     """
+    if train and norms is not None:
+        across = norms.across_stages
+        schedule = (
+            wait_for_norms(schedule, extra=norms.extra) if across else split_in_place(schedule)
+        )
     chunks, table = schedule.chunks, schedule.table
     if recompute:
         table = add_recompute(table)
@@ -155,5 +167,5 @@ def finish(
         table = add_tie(table, chunks)
     check_schedule(schedule.with_table(table), train=train)
     lowered = lower(table, chunks)
-    check_messages(lowered, chunks)
+    check_messages(lowered, chunks, norms=train and norms is not None and norms.across_stages)
     return lowered

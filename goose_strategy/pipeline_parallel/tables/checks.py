@@ -193,7 +193,9 @@ _PARTNERS = {
 }
 
 
-def check_messages(table: Table, chunks: Chunks | None = None) -> None:
+def check_messages(
+    table: Table, chunks: Chunks | None = None, *, norms: bool = False
+) -> None:
     """Execute a table with its messages under the strictest rules of a backend.
 
     A send is complete only when its receive is, and on each communicator (forward, backward, tie)
@@ -203,13 +205,14 @@ def check_messages(table: Table, chunks: Chunks | None = None) -> None:
     Args:
         table: A table with messages, whose computations passed :func:`check_table`.
         chunks: Which rank holds which stages; one stage per rank if ``None``.
+        norms: Whether the ``W`` of a microbatch waits for the ``I`` of all stages.
 
     Raises:
         ScheduleError: If it cannot be executed to the end, two messages that meet do not belong
             to each other, a message is sent before it was computed, or there is one between two
             stages of a rank; names the actions that wait.
     """
-    world = _World(table, chunks or Chunks(len(table)))
+    world = _World(table, chunks or Chunks(len(table)), norms=norms)
     ready = set(range(len(table)))
     while ready:
         rank = ready.pop()
@@ -226,8 +229,9 @@ def check_messages(table: Table, chunks: Chunks | None = None) -> None:
 class _World:
     """Ranks that execute their rows, and the messages under way between them."""
 
-    def __init__(self, table: Table, chunks: Chunks) -> None:
+    def __init__(self, table: Table, chunks: Chunks, *, norms: bool) -> None:
         self.table = table
+        self.norms = norms
         self.holders = chunks.holders
         self.last = chunks.stages - 1
         self.position = [0] * len(table)
@@ -248,13 +252,15 @@ class _World:
                 self._deliver([(rank, _LANES[action.kind])], woken)
             elif all(need in self.done for need in self._needs(action)):
                 self.done.add(action)
+                if self.norms and action.kind is Kind.INPUT:
+                    woken.update(range(len(self.table)))
             else:
                 break
             self.position[rank] += 1
         return woken - {rank}
 
     def _needs(self, action: Action) -> list[Action]:
-        """Return what must have been computed on this rank, or received, before ``action``."""
+        """Return what must have been computed, or received by this rank, before ``action``."""
         stage, kind, microbatch = action
         if kind is Kind.FORWARD and stage > 0:
             if self.holders[stage - 1] == self.holders[stage]:
@@ -265,6 +271,8 @@ class _World:
                 return [Action(stage, Kind.RECEIVE_BACKWARD, microbatch)]
             whole = Action(stage + 1, Kind.BACKWARD, microbatch)
             return [whole if whole in self.done else whole._replace(kind=Kind.INPUT)]
+        if self.norms and kind is Kind.WEIGHT:
+            return [Action(other, Kind.INPUT, microbatch) for other in range(self.last + 1)]
         return []
 
     def _message(self, action: Action, rank: int) -> _Message:
