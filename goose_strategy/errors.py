@@ -61,6 +61,10 @@ class BatchError(GooseError, ValueError):
     """A batch cannot be trained on: empty, ragged, or different on ranks that must agree."""
 
 
+class PrivacyError(GooseError, RuntimeError):
+    """Going on would break what private training promises; nothing was released."""
+
+
 class CheckpointError(GooseError, RuntimeError):
     """A checkpoint is missing, truncated, or belongs to another model."""
 

@@ -47,6 +47,7 @@ class Reducer:
     Attributes:
         mesh: The mesh whose dp axis is reduced over.
         average: Whether sums over dp are divided by dp.
+        by_calls: Whether gradients come from calls alone; so with ``pp > 1``.
         factors: Sum of the factors released since it was last taken, for the check that they are
             equal on all ranks; ``None`` if no call began since then, which all ranks know alike.
         generation: Counts the changes of the buckets.
@@ -78,6 +79,7 @@ class Reducer:
         """
         self.mesh = mesh
         self.average = average
+        self.by_calls = mesh.pp_size > 1
         self.factors: float | Tensor | None = None
         self.generation = 0
         self._config = config
@@ -186,10 +188,9 @@ class Reducer:
         Collective over dp, unless `sync` is off. With ``pp > 1`` the calls have reduced what they
         released, and only what reached parameters past them is left to do.
         """
-        by_calls = self.mesh.pp_size > 1
-        if self._sync and (not by_calls or self._rounds.unfinished):
+        if self._sync and (not self.by_calls or self._rounds.unfinished):
             self._rounds.finish()
-        elif not by_calls:
+        elif not self.by_calls:
             self._rounds.ready.dirty = True
         self._settle()
 

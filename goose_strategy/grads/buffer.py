@@ -244,6 +244,25 @@ class GradBuffer:
             self.own.mul_(1.0 / self._replicas)
         self.state = GradState.REDUCED
 
+    def complete(self) -> None:
+        """Give every trainable parameter a reduced gradient: zeros where it has none.
+
+        Raises:
+            RuntimeError: If gradients are not reduced yet.
+        """
+        self.evict()
+        self.settle()
+        self.attached()
+        if self.state is GradState.LOCAL:
+            raise RuntimeError("gradients were to be completed before they were reduced")
+        if self.state is GradState.EMPTY:
+            self.flat.zero_()
+            self.state = GradState.REDUCED
+        for slot in self.slots:
+            if slot.param.grad is None and slot.param.requires_grad:
+                slot.view.zero_()
+                slot.param.grad = slot.view
+
     # -- gradients outside of p.grad -----------------------------------------------------------
 
     def park(self) -> Stash | None:

@@ -31,12 +31,14 @@ class How(NamedTuple):
         rows: See `linear`.
         transposed: Whether it is a ``Conv1D``.
         kept: Whether `_Kept` has saved the input.
+        lead: The leading dimensions that the input had before it was flattened.
     """
 
     store: WeightGradStore
     rows: Rows | None = None
     transposed: bool = False
     kept: bool = False
+    lead: tuple[int, ...] | None = None
 
 
 def linear(
@@ -73,7 +75,12 @@ def linear(
 
 
 def conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, store: WeightGradStore | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    store: WeightGradStore | None,
+    lead: tuple[int, ...] | None = None,
 ) -> Tensor:
     """Compute ``x @ weight + bias`` as GPT-2's ``Conv1D`` does.
 
@@ -82,6 +89,7 @@ def conv1d(
         weight: ``[in, out]``.
         bias: ``[out]`` or ``None``.
         store: Where the weight's and the bias's gradients may be left.
+        lead: The leading dimensions that ``x`` had before the caller flattened it.
 
     Returns:
         ``[..., out]``; under autocast in its precision.
@@ -93,7 +101,7 @@ def conv1d(
     x = _cast(x)
     if x.dtype is not weight.dtype:
         x.new_empty(0, x.shape[-1]) @ weight  # See `linear`.
-    return _multiply(x, weight, bias, How(store, transposed=True))
+    return _multiply(x, weight, bias, How(store, transposed=True, lead=lead))
 
 
 def embedding(
@@ -165,7 +173,7 @@ class _Product(torch.autograd.Function):
         ctx.how, ctx.weight, ctx.bias = how, weight, bias
         ctx.shape, ctx.version = x.shape, version_of(weight)
         # Only the weight's gradient needs the input.
-        _, rows, transposed, kept = how
+        _, rows, transposed, kept, _ = how
         if not kept:
             ctx.save_for_backward(x if weight.requires_grad else None)
         else:
@@ -201,7 +209,7 @@ class _Product(torch.autograd.Function):
                 "a weight that the gradient of its layer's input needs was modified by an in-place "
                 "operation after the forward; run the backward first."
             )
-        store, rows, transposed, kept = ctx.how
+        store, rows, transposed, kept, lead = ctx.how
         x = ctx.x if kept else ctx.saved_tensors[0]
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         flat = grad if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1])
@@ -219,6 +227,7 @@ class _Product(torch.autograd.Function):
             grad=flat if ctx.fused or transposed else grad,
             rows=rows,
             transposed=transposed,
+            lead=tuple(ctx.shape[:-1]) if lead is None else lead,
         )
         if store.active:
             store.push(owed)
@@ -258,11 +267,12 @@ class ProductOwed:
             bias's.
         rows: See `linear`.
         transposed: Whether it is a ``Conv1D``.
+        lead: The leading dimensions of the layer's input, before anybody flattened it.
     """
 
-    __slots__ = ("_grad", "_rows", "_transposed", "_x", "bias", "weight")
+    __slots__ = ("bias", "grad", "lead", "rows", "transposed", "weight", "x")
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the pieces of one layer's backward
         self,
         weight: Tensor | None,
         bias: Tensor | None,
@@ -271,14 +281,16 @@ class ProductOwed:
         grad: Tensor,
         rows: Rows | None,
         transposed: bool,
+        lead: tuple[int, ...],
     ) -> None:
         self.weight = weight
         self.bias = bias
         # Detached, or the input would keep the graph that it came from.
-        self._x = None if x is None or weight is None else x.detach()
-        self._grad = grad
-        self._rows = rows
-        self._transposed = transposed
+        self.x = None if x is None or weight is None else x.detach()
+        self.grad = grad
+        self.rows = rows
+        self.transposed = transposed
+        self.lead = lead
 
     @property
     def parameters(self) -> Sequence[Tensor]:
@@ -288,7 +300,7 @@ class ProductOwed:
     @property
     def held(self) -> Sequence[Tensor]:
         """See `Owed`."""
-        return [self._grad] if self._x is None else [self._x, self._grad]
+        return [self.grad] if self.x is None else [self.x, self.grad]
 
     def compute(self) -> Sequence[Tensor]:
         """See `Owed`."""
@@ -296,9 +308,9 @@ class ProductOwed:
 
     def compute_all(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of weight and bias, ``None`` where they are frozen."""
-        grad, of_weight, of_bias = self._grad, None, None
-        if self.weight is not None and self._x is not None:
-            of_weight = self._whole(self._of_weight(self._x, grad, self.weight), self.weight)
+        grad, of_weight, of_bias = self.grad, None, None
+        if self.weight is not None and self.x is not None:
+            of_weight = self._whole(self._of_weight(self.x, grad, self.weight), self.weight)
         if self.bias is not None:
             summed = grad.sum(0 if grad.dim() == 2 else tuple(range(grad.dim() - 1)))
             of_bias = self._whole(summed, self.bias)
@@ -310,7 +322,7 @@ class ProductOwed:
         if grad.dim() != 2:
             grad = grad.reshape(-1, grad.shape[-1])
         # torch, too, chooses by how the weight lies in memory.
-        if self._transposed:
+        if self.transposed:
             return x.t().mm(grad) if weight.is_contiguous() else grad.t().mm(x).t()
         return grad.t().mm(x) if weight.is_contiguous() else x.t().mm(grad).t()
 
@@ -318,10 +330,10 @@ class ProductOwed:
         """Give a gradient the precision of its parameter, and zeros in the rows not used."""
         if gradient.dtype is not param.dtype:
             gradient = gradient.to(param.dtype)
-        if self._rows is None:
+        if self.rows is None:
             return gradient
         whole = torch.zeros_like(param)
-        whole.narrow(0, *self._rows).copy_(gradient)
+        whole.narrow(0, *self.rows).copy_(gradient)
         return whole
 
 
@@ -335,13 +347,13 @@ class EmbeddingOwed:
         padding: See `embedding`.
     """
 
-    __slots__ = ("_grad", "_ids", "_padding", "weight")
+    __slots__ = ("grad", "ids", "padding", "weight")
 
     def __init__(self, weight: Tensor, *, ids: Tensor, grad: Tensor, padding: int | None) -> None:
         self.weight = weight
-        self._ids = ids
-        self._grad = grad
-        self._padding = -1 if padding is None else padding
+        self.ids = ids
+        self.grad = grad
+        self.padding = -1 if padding is None else padding
 
     @property
     def parameters(self) -> Sequence[Tensor]:
@@ -351,10 +363,10 @@ class EmbeddingOwed:
     @property
     def held(self) -> Sequence[Tensor]:
         """See `Owed`."""
-        return (self._ids, self._grad)
+        return (self.ids, self.grad)
 
     def compute(self) -> Sequence[Tensor]:
         """See `Owed`."""
-        rows, padding = self.weight.shape[0], self._padding
-        found: Tensor = embedding_backward(self._grad, self._ids, rows=rows, padding=padding)
+        rows, padding = self.weight.shape[0], self.padding
+        found: Tensor = embedding_backward(self.grad, self.ids, rows=rows, padding=padding)
         return (found,)

@@ -76,6 +76,11 @@ class WeightGradWork:
     def __len__(self) -> int:
         return len(self._owed or ())
 
+    @property
+    def owed(self) -> Sequence[Owed]:
+        """What the layers pushed; nothing once it ran."""
+        return tuple(self._owed or ())
+
     def run(self) -> None:
         """Compute and accumulate, a few layers at a time, freeing what they held.
 
@@ -119,14 +124,18 @@ class WeightGradStore:
     One per model. What was pushed in one block belongs to one backward and is taken before the
     next one begins, so that the work of two microbatches cannot be mixed.
 
+    Args:
+        per_sample: Whether what is pushed has to tell the samples of a microbatch apart.
+
     Attributes:
         active: Whether layers push now.
     """
 
-    __slots__ = ("_owed", "active")
+    __slots__ = ("_owed", "active", "per_sample")
 
-    def __init__(self) -> None:
+    def __init__(self, *, per_sample: bool = False) -> None:
         self.active = False
+        self.per_sample = per_sample
         self._owed: list[Owed] = []
 
     @contextmanager

@@ -50,6 +50,8 @@ class ParallelMesh:
         world: All ranks.
         control: All ranks, always gloo: objects and verdicts, never on a device.
         model_control: The replica's ranks, always gloo.
+        norms: The replica's ranks once more, for sums that run beside everything else; ``None``
+            unless it was asked for.
     """
 
     def __init__(self, layout: MeshLayout, *, rank: int, device: torch.device) -> None:
@@ -64,6 +66,7 @@ class ParallelMesh:
         self.tie: ProcessGroup | None = None
         self.model: ProcessGroup | None = None
         self.model_control: ProcessGroup | None = None
+        self.norms: ProcessGroup | None = None
         self._world: ProcessGroup | None = None
         self._control: ProcessGroup | None = None
         self._alone: ProcessGroup | None = None
@@ -79,6 +82,7 @@ class ParallelMesh:
         timeout: timedelta,
         backend: str | None = None,
         shared_memory: bool = True,
+        norms: bool = False,
     ) -> ParallelMesh:
         """Make all groups; collective over the world.
 
@@ -89,6 +93,7 @@ class ParallelMesh:
             backend: Backend of the groups other than the gloo ones; the default group's if
                 ``None``.
             shared_memory: Let CPU ranks on one machine exchange tensors through shared memory.
+            norms: Make the group `norms`.
 
         Returns:
             The mesh as this rank sees it, with warmed communicators.
@@ -108,6 +113,10 @@ class ParallelMesh:
             )
         mesh = cls(layout, rank=dist.get_rank(), device=device)
         mesh._make_groups(timeout, backend)
+        if norms:
+            # Not through shared memory, where a sum runs only when somebody waits for it.
+            groups = layout.model_groups()
+            mesh.norms = mesh._make(groups, purpose="norms", timeout=timeout, backend=backend)
         mesh._warm()
         if shared_memory and device.type == "cpu" and layout.world_size > 1:
             mesh._connect(timeout)
@@ -264,6 +273,7 @@ class ParallelMesh:
         self._local = {}
         self.tp = self.dp = self.pp_forward = self.pp_backward = self.tie = None
         self.model = self.model_control = self._alone = self._control = self._world = None
+        self.norms = None
         if not dist.is_initialized():
             return
         for group in reversed(owned):

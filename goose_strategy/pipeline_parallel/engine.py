@@ -20,6 +20,7 @@ from goose_strategy.pipeline_parallel.hooks import PipelineHooks
 from goose_strategy.pipeline_parallel.microbatch import signature_of
 from goose_strategy.pipeline_parallel.program import RankProgram, rank_program
 from goose_strategy.pipeline_parallel.schedule import Action, Kind
+from goose_strategy.pipeline_parallel.tables.norms import Norms
 from goose_strategy.pipeline_parallel.work import StepResult, Work, Worker
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from goose_strategy.pipeline_parallel.hooks import Guard
     from goose_strategy.pipeline_parallel.links import Expected, Sent, StageLinks
     from goose_strategy.pipeline_parallel.stage import ModelPart
-    from goose_strategy.pipeline_parallel.work import Place, Tensors
+    from goose_strategy.pipeline_parallel.work import Clipping, Place, Tensors
 
 Completing: TypeAlias = Callable[[int], AbstractContextManager[None]]
 """``completing(stage)`` surrounds the last action that adds to some of a stage's gradients."""
@@ -43,9 +44,11 @@ class Engine:
         rank: Global rank, for messages.
         guard: Surrounds every action.
         hooks: Callbacks that are told of every action.
+        clipping: What is done to weight gradients between ``I`` and ``W``. Every backward is split
+            then, whatever the schedule.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what runs, where, and who is told
         self,
         part: ModelPart,
         links: StageLinks,
@@ -54,6 +57,7 @@ class Engine:
         rank: int | None = None,
         guard: Guard | None = None,
         hooks: PipelineHooks | None = None,
+        clipping: Clipping | None = None,
     ) -> None:
         self.part = part
         self.links = links
@@ -66,7 +70,9 @@ class Engine:
             loss_fn=config.loss_fn,
             replays=config.recompute == "full",
             store=part.store,
+            clipping=clipping,
         )
+        self.norms = None if clipping is None else Norms(clipping.across_stages, clipping.extra)
 
     def run(
         self,
@@ -105,7 +111,11 @@ class Engine:
             train=train,
             rank=part.rank,
             recompute=train and self.config.recompute == "full",
+            norms=self.norms if train else None,
         )
+        clipping = self.worker.clipping if train else None
+        if clipping is not None:
+            clipping.begin(microbatches)
         step = _Step(self, microbatches, todo, train=train)
         step.work.want_logits, step.work.want_loss = want_logits and part.has_loss, want_loss
         with torch.enable_grad() if train else torch.no_grad():
@@ -119,6 +129,8 @@ class Engine:
                 else:
                     self._execute(action, step)
             self._finish(step)
+        if clipping is not None:
+            clipping.end()
         return step.work.result
 
     def _execute(self, action: Action, step: _Step) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,33 @@ class StepResult:
     logits: list[Tensor] | None = None
 
 
+class Clipping(Protocol):
+    """What is done to weight gradients between ``I`` and ``W``.
+
+    Attributes:
+        across_stages: Whether the ``W`` of a microbatch needs the ``I`` of all stages.
+        extra: Microbatches that may be held beyond those of the schedule.
+    """
+
+    @property
+    def across_stages(self) -> bool: ...  # noqa: D102 - see the class
+
+    @property
+    def extra(self) -> int: ...  # noqa: D102
+
+    def begin(self, microbatches: Sequence[Mapping[str, Any]]) -> None:
+        """Note that a call with backwards begins."""
+
+    def collect(self, place: Place, work: WeightGradWork) -> None:
+        """Take what ``I`` has left of a stage and a microbatch."""
+
+    def run(self, place: Place) -> None:
+        """Compute and accumulate its weight gradients: ``W``."""
+
+    def end(self) -> None:
+        """Check that everything that was taken was also run."""
+
+
 class Worker:
     """The stages of a rank, with what they need in every call.
 
@@ -57,6 +84,7 @@ class Worker:
         loss_fn: Loss of the last stage's outputs, if not the model's own.
         replays: Whether forwards are run a second time.
         store: Keeps the weight gradients between ``I`` and ``W``; ``None`` without these actions.
+        clipping: Takes them in between; ``None`` if they stay as they are.
     """
 
     def __init__(
@@ -66,7 +94,9 @@ class Worker:
         loss_fn: LossFunction | None,
         replays: bool,
         store: WeightGradStore | None,
+        clipping: Clipping | None = None,
     ) -> None:
+        self.clipping = clipping
         self.stages = {stage.index: stage for stage in stages}
         self.loss_fn = loss_fn
         self.store = store
@@ -245,14 +275,20 @@ class Work:
         store = self._store()
         with store.collecting():
             out = self.backward(place, gradients)
-        self._put_off[place] = store.take()
+        if self._worker.clipping is not None:
+            with self._plain():
+                self._worker.clipping.collect(place, store.take())
+        else:
+            self._put_off[place] = store.take()
         return out
 
     def backward_weight(self, place: Place) -> None:
         """Compute the weight gradients that :meth:`backward_input` has put off."""
-        put_off = self._put_off.pop(place)
         with self._plain():
-            put_off.run()
+            if self._worker.clipping is not None:
+                self._worker.clipping.run(place)
+            else:
+                self._put_off.pop(place).run()
 
     def _compute(self, place: Place, received: Tensors) -> _Computed:
         stage, microbatch = self._worker.stages[place[0]], self._microbatches[place[1]]

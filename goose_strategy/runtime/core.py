@@ -33,6 +33,7 @@ from goose_strategy.mesh.layout import MeshLayout
 from goose_strategy.mesh.mesh import ParallelMesh
 from goose_strategy.optim.clip import clip_grad_norm, clip_grad_value
 from goose_strategy.pipeline_parallel.hooks import PipelineHooks
+from goose_strategy.privacy.ledger import Ledger
 from goose_strategy.runtime.model import ShardedModel
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class ParallelRuntime:
         self.hooks = PipelineHooks()
         self._mesh: ParallelMesh | None = None
         self._watchdog: Watchdog | None = None
+        self.ledger: Ledger | None = None
         self._broadcast_batches = False
         self._sharded = 0
 
@@ -100,7 +102,12 @@ class ParallelRuntime:
         if self.started:
             return
         layout = self.check_world(torch.distributed.get_world_size())
-        self._mesh = ParallelMesh.create(layout, device=device, timeout=timeout)
+        privacy = self.config.privacy
+        self._mesh = ParallelMesh.create(
+            layout, device=device, timeout=timeout, norms=privacy is not None
+        )
+        if privacy is not None:
+            self.ledger = Ledger(privacy, self._mesh.control)
         self.hooks.mesh, pipeline = self._mesh, self.config.pipeline
         self._watchdog = Watchdog(
             self._mesh,
@@ -138,6 +145,7 @@ class ParallelRuntime:
             self._sharded += 1
             known = ShardedModel(module, self.mesh, self.config, self._watchdog, self._sharded)
             known.hooks = self.hooks
+            known.ledger = self._ledger_for(module)
             known.shard(optimizers, hook_forward=hook_forward)
             known.guard.mode = "broadcast" if self._broadcast_batches else "check"
             # One that was sharded anew by another runtime has been closed here.
@@ -145,6 +153,22 @@ class ParallelRuntime:
         elif optimizers:
             known.attach(optimizers)
         return known
+
+    def _ledger_for(self, module: nn.Module) -> Ledger | None:
+        """Return the privacy of a module; only one is trained under it.
+
+        Raises:
+            ConfigError: If another one is there already.
+        """
+        if self.ledger is None:
+            return None
+        alive = [model for model in self.models if not model.closed]
+        if alive:
+            raise ConfigError(
+                f"privacy=... covers one module, and {type(alive[0].module).__name__} is set up "
+                f"already; set {type(module).__name__} up with a strategy of its own."
+            )
+        return self.ledger
 
     def model_of(self, module: nn.Module) -> ShardedModel | None:
         """Return the handle of ``module`` if it is sharded by this runtime."""
@@ -272,6 +296,7 @@ class ParallelRuntime:
             The norm before clipping, a scalar equal on all ranks.
         """
         model = self._owner(optimizer)
+        self._refuse_clipping()
         refusal: Exception | None = None
         with self.watch("gradient clipping"):
             try:
@@ -294,8 +319,17 @@ class ParallelRuntime:
     def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
         """Clip the reduced gradients of an optimizer's parameters element by element."""
         shards = self._owner(optimizer).shards_of(optimizer)
+        self._refuse_clipping()
         with self.watch("gradient clipping"):
             clip_grad_value(shards, clip_value)
+
+    def _refuse_clipping(self) -> None:
+        if self.ledger is not None:
+            raise ConfigError(
+                "gradient_clip_val (clip_gradients) cannot be used with privacy=...: every sample "
+                "is clipped to max_grad_norm, and the noisy sum must not be read before the step; "
+                "leave it out."
+            )
 
     def owner_of(self, optimizer: Optimizer) -> ShardedModel | None:
         """Return the sharded module that an optimizer is attached to, if any."""

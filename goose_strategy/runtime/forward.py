@@ -27,6 +27,7 @@ from goose_strategy.comm.collectives import all_reduce
 from goose_strategy.compat.transformers import auxiliary_loss
 from goose_strategy.errors import BatchError
 from goose_strategy.pipeline_parallel.probe import call_settings
+from goose_strategy.privacy.clipping import MASK
 from goose_strategy.runtime.batch import (
     Batch,
     Binder,
@@ -210,6 +211,34 @@ class PipelinedForward:
         grad = torch.is_grad_enabled()
         with model.dropout(training=model.module.training):
             loss, logits = model.run_pipeline(batches, listed=listed, grad=grad)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits)
+        return output.to_tuple() if as_tuple else output
+
+
+class PrivateForward(DirectForward):
+    """The forward of a causal LM that is whole in depth and trained privately.
+
+    Calls with labels run through a schedule of one stage, like those of `PipelinedForward`; all
+    others are plain.
+    """
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the call; see :mod:`goose_strategy.runtime.forward`."""
+        batches, listed = name_batches(self._bind, args, kwargs)
+        own_loss = self._model.config.pipeline.loss_fn is not None
+        labelled = own_loss or all(batch.get("labels") is not None for batch in batches)
+        if not (labelled and torch.is_grad_enabled() and self._model.surgery.trains):
+            plain = [{k: v for k, v in batch.items() if k != MASK} for batch in batches]
+            return super().__call__(plain) if listed else super().__call__(**plain[0])
+        model = self._model
+        model.prepare_gradients()
+        for batch in batches:
+            check_not_empty(batch)
+        batches = model.guard(batches)
+        as_tuple = batches[0].pop("return_dict", None) is False
+        with model.dropout(training=model.module.training):
+            loss, logits = model.run_pipeline(batches, listed=listed, grad=True)
         output = CausalLMOutputWithPast(loss=loss, logits=logits)
         return output.to_tuple() if as_tuple else output
 

@@ -23,7 +23,12 @@ from goose_strategy.pipeline_parallel.hooks import PipelineHooks
 from goose_strategy.runtime.batch import Batch, BatchGuard
 from goose_strategy.runtime.dropout import DropoutStream
 from goose_strategy.runtime.filling import fill, refuse_unfilled
-from goose_strategy.runtime.forward import DirectForward, PipelinedForward, uncompiled
+from goose_strategy.runtime.forward import (
+    DirectForward,
+    PipelinedForward,
+    PrivateForward,
+    uncompiled,
+)
 from goose_strategy.runtime.naming import (
     GroupNames,
     check_storages,
@@ -35,6 +40,7 @@ from goose_strategy.runtime.naming import (
     strip_placeholders,
 )
 from goose_strategy.runtime.pipeline import PipelineCall, releases_of
+from goose_strategy.runtime.private import PrivateTraining
 from goose_strategy.runtime.replicate import (
     broadcast_buffers,
     buffer_places,
@@ -48,6 +54,7 @@ from goose_strategy.runtime.verdict import agreed, equal_everywhere
 if TYPE_CHECKING:
     from goose_strategy.comm.watchdog import Watchdog
     from goose_strategy.mesh.mesh import ParallelMesh
+    from goose_strategy.privacy.ledger import Ledger
     from goose_strategy.runtime.counting import TokenCount
     from goose_strategy.runtime.settings import RuntimeConfig
 
@@ -71,6 +78,7 @@ class ShardedModel:
         global_loss: Whether a causal LM's loss is summed over the replicas.
         guard: Compares batches over the ranks of one replica.
         hooks: Callbacks around the actions of a pipeline; set before `shard`.
+        ledger: The privacy of the run, if there is any; set before `shard`.
         closed: Whether the module was given back.
         unfilled: Parameters and buffers that hold NaN until a checkpoint is loaded: the module
             was on the meta device, and not made by `from_pretrained`.
@@ -100,6 +108,8 @@ class ShardedModel:
         self._surgery: Surgery | None = None
         self._pipeline: PipelineCall | None = None
         self._count: TokenCount | None = None
+        self._private: PrivateTraining | None = None
+        self.ledger: Ledger | None = None
         self._buffers: list[tuple[nn.Module, str]] = []
         self._buffers_changed = False
         self._orders: dict[Optimizer | None, dict[str, int]] = {}
@@ -194,10 +204,17 @@ class ShardedModel:
 
     def _install(self, *, hook_forward: bool) -> None:
         surgery = self.surgery
+        part = surgery.part or surgery.whole
+        if self.ledger is not None and part is not None:
+            self._private = PrivateTraining(self, part, self.ledger)
+            self._undo.callback(self._private.close)
         for _, lm in surgery.models:
+            if part is not None:
+                self._pipeline = PipelineCall(self, part, self._watchdog, self._private)
             if surgery.part is not None:
-                self._pipeline = PipelineCall(self, surgery.part, self._watchdog)
                 self._patch(lm, PipelinedForward(self, lm.forward))
+            elif part is not None:
+                self._patch(lm, PrivateForward(self, lm.forward))
             else:
                 self._patch(lm, DirectForward(self, lm.forward))
         if hook_forward:
@@ -233,7 +250,13 @@ class ShardedModel:
         self._detach()
         self.optimizers = list(optimizers)
         reducer = self._build_reducer(owned)
-        self.shards = [WatchedShards(reducer, o, self.watch) for o in self.optimizers]
+        self.shards = [self._shards_for(reducer, o) for o in self.optimizers]
+
+    def _shards_for(self, reducer: Reducer, optimizer: Optimizer) -> WatchedShards:
+        shards = WatchedShards(reducer, optimizer, self.watch)
+        if self._private is not None:
+            shards.privatize = self._private.privatize
+        return shards
 
     def add(self, optimizer: Optimizer) -> None:
         """Attach one more optimizer; those attached before keep their state. Collective.
@@ -246,13 +269,18 @@ class ShardedModel:
             return
         strip_placeholders([optimizer])
         self._owned([*self.optimizers, optimizer])
-        self.shards.append(WatchedShards(self.reducer, optimizer, self.watch))
+        self.shards.append(self._shards_for(self.reducer, optimizer))
         self.optimizers.append(optimizer)
 
     def _owned(self, optimizers: Sequence[Optimizer]) -> dict[str, tuple[int, int]]:
         """Check optimizers on all ranks; return optimizer and group by parameter name."""
 
         def check() -> dict[str, tuple[int, int]]:
+            if self._private is not None and len(optimizers) > 1:
+                raise ConfigError(
+                    f"{len(optimizers)} optimizers cannot share one private step: the noise is "
+                    "counted once. Use parameter groups of one optimizer."
+                )
             for optimizer in optimizers:
                 check_supported(optimizer)
             return owners(self.module, optimizers)
@@ -268,10 +296,12 @@ class ShardedModel:
             self.surgery.specs,
             self.mesh,
             config=self.config.zero,
-            average=True,
+            # Clipped gradients are summed: a mean over replicas would shrink them, not the noise.
+            average=self._private is None,
             owner_of=owned,
             stage_of=self.surgery.stage_of,
         )
+        self.reducer.by_calls = self._pipeline is not None
         return self.reducer
 
     def _detach(self) -> None:

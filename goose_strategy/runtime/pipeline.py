@@ -22,7 +22,9 @@ from goose_strategy.pipeline_parallel.engine import Engine
 from goose_strategy.pipeline_parallel.links import connect_stages
 from goose_strategy.pipeline_parallel.microbatch import split_batch
 from goose_strategy.runtime.batch import join_logits
+from goose_strategy.privacy.clipping import MASK
 from goose_strategy.runtime.counting import TokenCount
+from goose_strategy.runtime.private import private_pipeline
 
 if TYPE_CHECKING:
     from goose_strategy.comm.watchdog import Watchdog
@@ -30,8 +32,10 @@ if TYPE_CHECKING:
     from goose_strategy.data_parallel.reducer import Reducer
     from goose_strategy.pipeline_parallel.stage import ModelPart
     from goose_strategy.pipeline_parallel.work import StepResult
+    from goose_strategy.privacy.ledger import Ledger
     from goose_strategy.runtime.batch import Batch
     from goose_strategy.runtime.handle import Handle
+    from goose_strategy.runtime.private import PrivateTraining
 
 _RELEASE = "goose_release"
 
@@ -43,12 +47,22 @@ class PipelineCall:
         model: The sharded model.
         part: This rank's stages of it.
         watchdog: Guards every action, or ``None``.
+        private: What private training adds, or ``None``.
     """
 
-    def __init__(self, model: Handle, part: ModelPart, watchdog: Watchdog | None) -> None:
+    def __init__(
+        self,
+        model: Handle,
+        part: ModelPart,
+        watchdog: Watchdog | None,
+        private: PrivateTraining | None = None,
+    ) -> None:
         self._model = model
         self._mesh = model.mesh
+        self._private = private
         self._config = model.config.pipeline
+        if private is not None:
+            self._config = private_pipeline(self._config)
         self.engine = Engine(
             part,
             connect_stages(model.mesh, part.chunks),
@@ -56,6 +70,7 @@ class PipelineCall:
             rank=model.mesh.rank,
             guard=None if watchdog is None else watchdog.guard,
             hooks=model.hooks,
+            clipping=None if private is None else private.clipping,
         )
 
     def __call__(
@@ -73,14 +88,20 @@ class PipelineCall:
             ``None`` without labels; and the logits where they are wanted, else ``None``.
         """
         model, own_loss = self._model, self._config.loss_fn is not None
-        whole = batches if listed else batches[0]
-        microbatches = split_batch(whole, self._config, stages=self._mesh.pp_size)
         has_loss = own_loss or all(batch.get("labels") is not None for batch in batches)
         train = grad and has_loss and model.surgery.trains
         want_logits = self._config.return_logits or not has_loss
+        private = self._private if train else None
+        if private is not None:
+            microbatches = private.prepare(batches, self._config, listed=listed)
+        else:
+            batches = [{k: v for k, v in batch.items() if k != MASK} for batch in batches]
+            whole = batches if listed else batches[0]
+            microbatches = split_batch(whole, self._config, stages=self._mesh.pp_size)
         group = self._mesh.dp if model.global_loss else None
         count = None
-        if has_loss and not own_loss and "num_items_in_batch" not in batches[0]:
+        counts = has_loss and not own_loss and private is None
+        if counts and "num_items_in_batch" not in batches[0]:
             count = TokenCount.of(batches, group)
         with ExitStack() as stack:
             stack.enter_context(model.counting(count))
@@ -90,10 +111,14 @@ class PipelineCall:
         if count is not None:
             # Only the last stage has divided by it; elsewhere the sum would stay under way.
             count.wait()
-        loss, scale = self._share(result, own_loss=own_loss) if has_loss else (None, 1.0)
+        if private is not None:
+            loss, scale = self._mean_over_samples(result, private), 1.0
+        else:
+            loss, scale = self._share(result, own_loss=own_loss) if has_loss else (None, 1.0)
         logits = self._share_logits(result.logits) if want_logits else None
         if loss is not None and call is not None:
-            release = Release(model, call, scale)
+            ledger = None if private is None else private.ledger
+            release = Release(model, call, scale, ledger)
             loss = attach_loss(loss, release)
             # So that a loss tells before its backward whether that may come (`releases_of`).
             setattr(loss.grad_fn, _RELEASE, release)
@@ -132,6 +157,17 @@ class PipelineCall:
         count = pair[1].clamp(min=1)
         return pair[0] / count, mesh.dp_size / count
 
+    def _mean_over_samples(self, result: StepResult, private: PrivateTraining) -> Tensor:
+        """Return the mean loss of the samples of all replicas, for people to look at."""
+        mesh = self._mesh
+        pair = torch.zeros(2, dtype=self._model.surgery.loss_dtype, device=mesh.device)
+        if result.loss is not None and mesh.tp_rank == 0:
+            pair[0], pair[1] = result.loss, private.samples()
+        private.end_call()
+        with self._model.watch("the sum of the loss"):
+            all_reduce(pair, mesh.world)
+        return pair[0] / pair[1].clamp(min=1)
+
     def _share_logits(self, logits: list[Tensor] | None) -> Any:
         """Send the last stage's logits to all stages.
 
@@ -164,16 +200,27 @@ class Release:
         model: The sharded model.
         call: Owner of the gradients.
         scale: What the gradients still lack.
+        ledger: What the release must be noted in, if it is one of clipped gradients.
     """
 
-    def __init__(self, model: Handle, call: CallGrads, scale: float | Tensor) -> None:
+    def __init__(
+        self,
+        model: Handle,
+        call: CallGrads,
+        scale: float | Tensor,
+        ledger: Ledger | None = None,
+    ) -> None:
         self._model = model
+        self._ledger = ledger
         self._call: CallGrads | None = call
         self._scale = scale
 
     def __call__(self, factor: Tensor) -> None:
         """Add the gradients times ``factor`` to ``p.grad``."""
         reducer, call = self.check()
+        if self._ledger is not None:
+            self._ledger.check_factor(factor)
+            self._ledger.note_released()
         self._call = None
         reducer.release(call, factor * self._scale)
 

@@ -8,6 +8,7 @@ from goose_strategy.errors import ConfigError
 from goose_strategy.optim.config import ZeroConfig
 from goose_strategy.pipeline_parallel.config import PipelineConfig
 from goose_strategy.pipeline_parallel.tables.chunks import Chunks
+from goose_strategy.privacy.config import PrivacyConfig
 from goose_strategy.tensor_parallel.config import TensorConfig
 from goose_strategy.validate import at_least, whole
 
@@ -22,6 +23,7 @@ class RuntimeConfig:
         pipeline: Schedule, microbatches, partition.
         tensor: How layers are split.
         zero: Gradient buckets and the sharded optimizer.
+        privacy: Private training, or ``None``.
 
     The data parallel size is what is left of the world: ``world_size / (tp * pp)``.
     """
@@ -31,6 +33,7 @@ class RuntimeConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     tensor: TensorConfig = field(default_factory=TensorConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
+    privacy: PrivacyConfig | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model or a process group.

@@ -14,6 +14,9 @@ from typing_extensions import override
 from goose_strategy.optim.zero import ZeroShards
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from goose_strategy.data_parallel.bucket import Bucket
     from goose_strategy.data_parallel.reducer import Reducer
     from goose_strategy.runtime.batch import Watch
 
@@ -25,10 +28,14 @@ class WatchedShards(ZeroShards):
         reducer: Knows the parameters of the module.
         optimizer: The user's optimizer.
         watch: Guards a block by a deadline.
+
+    Attributes:
+        privatize: Makes reduced gradients private before they are stepped.
     """
 
     def __init__(self, reducer: Reducer, optimizer: Optimizer, watch: Watch) -> None:
         self._watch = watch
+        self.privatize: Callable[[Sequence[Bucket]], None] | None = None
         super().__init__(reducer, optimizer)
 
     @override
@@ -36,6 +43,14 @@ class WatchedShards(ZeroShards):
         with self._watch("gradient reduction"):
             self.reducer.finalize()
         super().prepare()
+
+    @override
+    def _hide_params(self) -> None:
+        # The gradients are reduced here, and nobody has read them: the one place for the noise,
+        # behind a closure that computes them and before any kind of step.
+        if self.privatize is not None:
+            self.privatize(self.gradient_buckets())
+        super()._hide_params()
 
     @override
     def exchange_factors(self) -> list[float]:

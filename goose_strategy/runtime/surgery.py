@@ -7,6 +7,7 @@ depends on the model and the settings alone, so all ranks refuse alike.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -35,8 +36,11 @@ from goose_strategy.pipeline_parallel.probe import probe_model
 from goose_strategy.pipeline_parallel.program import splits_backward
 from goose_strategy.pipeline_parallel.recompute import choose_modules, recompute_modules
 from goose_strategy.pipeline_parallel.stage import ModelPart, cut_model
+from goose_strategy.pipeline_parallel.whole import whole_part
+from goose_strategy.privacy.classes import tell_samples_apart
 from goose_strategy.tensor_parallel.defer import defer_weight_gradients
 from goose_strategy.tensor_parallel.head import HeadSwitch, causal_lm_loss
+from goose_strategy.runtime.private import check_private
 from goose_strategy.tensor_parallel.parallelize import (
     check_cut,
     head_switch,
@@ -62,6 +66,8 @@ class Surgery:
         part: This rank's stages, or ``None`` at ``pp=1``.
         tied: Names of tied copies on this rank -> name of the weight on the first rank.
         aliases: Name of a tied weight -> the further names that a plain state dict has for it.
+        whole: The model as the only stage, where calls run a schedule at ``pp=1``.
+        positions: Whether the model looks up something for positions, too.
         trains: Whether any parameter of the whole module is trainable.
         emptied: Modules whose own parameters live on other stages.
         reversals: What puts the model back, last one first.
@@ -72,6 +78,8 @@ class Surgery:
     part: ModelPart | None = None
     tied: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, list[str]] = field(default_factory=dict)
+    whole: ModelPart | None = None
+    positions: bool = False
     trains: bool = False
     emptied: list[nn.Module] = field(default_factory=list)
     reversals: list[Callable[[], None]] = field(default_factory=list)
@@ -135,8 +143,11 @@ def operate(
         PlanError: If the module cannot be cut as asked.
     """
     models = _choose(module, mesh)
+    if config.privacy is not None:
+        check_private(module, models, config)
     again = _choose_recomputed(models or [("", module)], config)
     surgery = Surgery(models, trains=any(p.requires_grad for p in module.parameters()))
+    surgery.positions = any(_looks_up_positions(lm) for _, lm in models)
     for second, first in tied_parameters(module).items():
         surgery.aliases.setdefault(first, []).append(second)
     plans = [plan_for(lm, config.tensor) if mesh.tp is not None else None for _, lm in models]
@@ -156,10 +167,17 @@ def operate(
             inside |= {_join(prefix, name): spec for name, spec in cut.items()}
         gather = config.tensor.gather_logits or config.pipeline.return_logits
         head = output_embedding(lm)
-        loss = causal_lm_loss(head[1] if head else None, gather_logits=gather, count=count)
+        loss = causal_lm_loss(
+            head[1] if head else None,
+            gather_logits=gather,
+            count=count,
+            per_sample=config.privacy is not None,
+        )
         surgery.reversals.append(install_loss(lm, loss))
     part = surgery.part
-    if part is not None and splits_backward(config.pipeline.schedule):
+    if config.privacy is not None:
+        _tell_samples_apart(surgery)
+    elif part is not None and splits_backward(config.pipeline.schedule):
         store = WeightGradStore()
         surgery.reversals.append(defer_weight_gradients(part.module, store))
         surgery.part = replace(part, store=store)
@@ -168,6 +186,24 @@ def operate(
         surgery.reversals.append(recompute_modules(root, names, absent=absent))
     surgery.specs = _all_specs(module, inside, surgery, mesh)
     return surgery
+
+
+def _tell_samples_apart(surgery: Surgery) -> None:
+    """Let every trainable parameter push what its gradients per sample are made of."""
+    store = WeightGradStore(per_sample=True)
+    part = surgery.part or whole_part(surgery.models[0][1])
+    surgery.reversals.append(defer_weight_gradients(part.module, store))
+    surgery.reversals.append(tell_samples_apart(part.module, store))
+    if surgery.part is not None:
+        surgery.part = replace(part, store=store)
+    else:
+        surgery.whole = replace(part, store=store)
+
+
+def _looks_up_positions(lm: nn.Module) -> bool:
+    """Tell whether a model takes ``position_ids`` and has a second table to look something up."""
+    tables = [m for m in lm.modules() if isinstance(m, nn.Embedding)]
+    return len(tables) > 1 and "position_ids" in inspect.signature(lm.forward).parameters
 
 
 def _choose(module: nn.Module, mesh: ParallelMesh) -> list[tuple[str, nn.Module]]:

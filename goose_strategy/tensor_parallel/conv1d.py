@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from goose_strategy.grads.products import conv1d
+from goose_strategy.grads.samples import add_bias
 from goose_strategy.tensor_parallel.convert import Converted
 from goose_strategy.tensor_parallel.regions import enter_island, leave_island
 
@@ -59,9 +60,12 @@ class _Row(Converted):
     def forward(self, x: Tensor) -> Tensor:
         """Compute the whole output ``[..., nf]`` from this rank's slice of the input."""
         flat = x.reshape(-1, x.shape[-1])
-        product = conv1d(flat, self.weight, None, store=self.weight_gradients)
+        store, lead = self.weight_gradients, x.shape[:-1]
+        product = conv1d(flat, self.weight, None, store=store, lead=tuple(lead))
         summed = leave_island(product, self.group)
-        return summed.add_(self.bias.to(summed.dtype)).view(*x.shape[:-1], -1)
+        if store is not None and store.per_sample:
+            return add_bias(summed.view(*lead, -1), self.bias, store=store)
+        return add_bias(summed, self.bias, store=store).view(*lead, -1)
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from goose_strategy.compat.transformers import is_conv1d, is_linear_twin, is_scaled_embedding
 from goose_strategy.grads import products
+from goose_strategy.grads.samples import per_sample
 from goose_strategy.tensor_parallel.convert import Converted
 
 if TYPE_CHECKING:
@@ -46,7 +47,13 @@ class _Twin(Converted):
 
     def forward(self, x: Tensor) -> Tensor:
         product = products.linear(x, self.weight, store=self.weight_gradients)
-        return product if self.bias is None else product + self.bias
+        if self.bias is None:
+            return product
+        store = self.weight_gradients
+        # Not in place: under autocast the sum may have another type than the product.
+        if store is None or not store.per_sample:
+            return product + self.bias
+        return product + per_sample(self.bias, product, store)
 
 
 class _Conv1D(Converted):
@@ -84,6 +91,16 @@ def _deferred_class(module: nn.Module) -> type[Converted] | None:
         if not any(getattr(module, option) for option in special):
             return _class_for(cls, DeferredEmbedding)
     return None
+
+
+def takes_part(module: nn.Module) -> bool:
+    """Tell whether the parameters of a module that is not cut would be pushed."""
+    own = dict(module.named_parameters(recurse=False))
+    if type(own.get("weight")) is not nn.Parameter or "forward" in vars(module):
+        return False
+    if isinstance(module, Converted):
+        return module.defers
+    return _deferred_class(module) is not None
 
 
 def defer_weight_gradients(model: nn.Module, store: WeightGradStore) -> Callable[[], None]:

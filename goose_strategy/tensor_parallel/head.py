@@ -99,6 +99,7 @@ def causal_lm_loss(
     *,
     gather_logits: bool = False,
     count: Callable[[], Tensor | float | None] | None = None,
+    per_sample: bool = False,
 ) -> CausalLMLoss:
     """Build the loss that fits a head.
 
@@ -106,6 +107,7 @@ def causal_lm_loss(
         head: The model's output embedding; a plain or missing one gives whole logits.
         gather_logits: Whether the output carries the logits, which must then survive the loss.
         count: See `CausalLMLoss`.
+        per_sample: See `CausalLMLoss`.
 
     Returns:
         What to install as the model's ``loss_function``.
@@ -113,10 +115,11 @@ def causal_lm_loss(
     layers = [] if head is None else list(layers_under(head).values())
     layer = layers[0] if layers else None
     if not isinstance(layer, ColumnParallelLinear) or layer.cut is None:
-        return CausalLMLoss(count=count)
+        return CausalLMLoss(count=count, per_sample=per_sample)
     cut = layer.cut
     return CausalLMLoss(
         VocabSlice(layer.group, start=cut.start, length=cut.length, size=cut.total),
         reuse_logits=not gather_logits,
         count=count,
+        per_sample=per_sample,
     )

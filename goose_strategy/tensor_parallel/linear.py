@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from goose_strategy.comm.conjugate import gather_from_group, split_to_group
 from goose_strategy.grads.products import linear
+from goose_strategy.grads.samples import add_bias
 from goose_strategy.tensor_parallel.convert import Converted
 from goose_strategy.tensor_parallel.regions import enter_island, leave_island
 
@@ -213,8 +214,7 @@ class RowParallelLinear(Converted, nn.Linear):
         product = linear(own, self.weight, store=self.weight_gradients)
         output = leave_island(product, self.group)
         bias: Tensor | None = self.bias
-        # Under autocast the bias has the layer's precision, not that of its parameter.
-        return output if bias is None else output.add_(bias.to(output.dtype))
+        return output if bias is None else add_bias(output, bias, store=self.weight_gradients)
 
     def extra_repr(self) -> str:
         """Add this rank's slice to the layer's description."""

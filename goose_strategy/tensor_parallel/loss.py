@@ -54,8 +54,8 @@ class _Options(NamedTuple):
     reuse_logits: bool
 
 
-class _CrossEntropySum(torch.autograd.Function):
-    """Sum of the cross entropy over valid tokens; the gradient overwrites the exponentials."""
+class _CrossEntropy(torch.autograd.Function):
+    """Cross entropy of every token; the gradient overwrites the exponentials."""
 
     @staticmethod
     def forward(
@@ -84,7 +84,7 @@ class _CrossEntropySum(torch.autograd.Function):
         losses = sums[0].log().sub_(sums[1]).masked_fill_(unknown, torch.nan)
         ctx.save_for_backward(exps, sums[0].masked_fill(~valid, torch.inf), index, mine & valid)
         ctx.narrow = logits.dtype
-        return losses.masked_fill_(~valid, 0.0).sum()
+        return losses.masked_fill_(~valid, 0.0)
 
     @staticmethod
     @once_differentiable
@@ -96,9 +96,7 @@ class _CrossEntropySum(torch.autograd.Function):
         return gradient.to(ctx.narrow), None, None, None
 
 
-_cross_entropy_sum: Callable[[Tensor, Tensor, VocabSlice, _Options], Tensor] = (
-    _CrossEntropySum.apply
-)
+_cross_entropy: Callable[[Tensor, Tensor, VocabSlice, _Options], Tensor] = _CrossEntropy.apply
 
 
 def vocab_parallel_cross_entropy(
@@ -108,6 +106,7 @@ def vocab_parallel_cross_entropy(
     *,
     ignore_index: int = IGNORED,
     reuse_logits: bool = False,
+    by_token: bool = False,
 ) -> Tensor:
     """Return the cross entropy summed over all tokens whose target is not ``ignore_index``.
 
@@ -118,13 +117,15 @@ def vocab_parallel_cross_entropy(
         ignore_index: Target of a token that does not count.
         reuse_logits: Overwrite the logits, for callers that drop them: no second buffer then
             exists for fp32 and fp64 logits.
+        by_token: Return ``[tokens]`` instead, with zeros where nothing counts.
 
     Returns:
         Scalar in ``promote(float32, logits.dtype)``, equal to the last bit on all ranks; NaN if a
         target is outside the vocabulary.
     """
     vocabulary = vocabulary or VocabSlice.whole(logits.shape[-1])
-    return _cross_entropy_sum(logits, targets, vocabulary, _Options(ignore_index, reuse_logits))
+    losses = _cross_entropy(logits, targets, vocabulary, _Options(ignore_index, reuse_logits))
+    return losses if by_token else losses.sum()
 
 
 def shifted(labels: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
@@ -156,11 +157,14 @@ class CausalLMLoss:
         reuse_logits: Overwrite local logits with their gradient, for callers that drop them.
         count: Gives the denominator of calls without ``num_items_in_batch``; called as late as
             possible, so that a sum over dp may still be under way. ``None`` from it counts as none.
+        per_sample: Return the sum over the rows of each one's mean over its own tokens: no row's
+            share depends on another row. A row whose loss is not finite counts as zero.
     """
 
     vocabulary: VocabSlice | None = None
     reuse_logits: bool = False
     count: Callable[[], Tensor | float | None] | None = None
+    per_sample: bool = False
 
     def __call__(
         self,
@@ -201,6 +205,16 @@ class CausalLMLoss:
         vocabulary = mine if mine is not None and local else VocabSlice.whole(width)
         targets = shift_labels.reshape(-1).to(logits.device)
         _check_targets(targets, vocabulary.size, ignore_index)
+        if self.per_sample:
+            losses = vocab_parallel_cross_entropy(
+                logits.reshape(-1, width),
+                targets,
+                vocabulary,
+                ignore_index=ignore_index,
+                reuse_logits=local and self.reuse_logits,
+                by_token=True,
+            )
+            return _sum_of_means(losses, shift_labels != ignore_index, num_items_in_batch)
         total = vocab_parallel_cross_entropy(
             logits.reshape(-1, width),
             targets,
@@ -213,6 +227,22 @@ class CausalLMLoss:
         if num_items_in_batch is None:
             num_items_in_batch = valid_token_count(targets, shift=False, ignore_index=ignore_index)
         return total / _nonzero(num_items_in_batch, total)
+
+
+def _sum_of_means(losses: Tensor, valid: Tensor, divisor: object) -> Tensor:
+    """Return the sum over rows of their means over valid tokens.
+
+    Raises:
+        BatchError: If a divisor for all rows was given, which would let them depend on one another.
+    """
+    if divisor is not None:
+        raise BatchError(
+            "num_items_in_batch divides all samples by the tokens of the whole batch, so that each "
+            "one's gradient depends on the others; leave it out of private training."
+        )
+    rows = losses.view(valid.shape[0], -1).sum(1) / valid.sum(1).clamp(min=1).to(losses.device)
+    # One row without a finite loss must not hide the others'. Its gradient is clipped to nothing.
+    return torch.where(torch.isfinite(rows), rows, torch.zeros_like(rows)).sum()
 
 
 def _nonzero(count: Tensor | float, total: Tensor) -> Tensor | float:

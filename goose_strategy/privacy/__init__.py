@@ -1,0 +1,1 @@
+"""Differentially private training: clipping per sample, noise, sampling, accounting."""

@@ -1,0 +1,306 @@
+"""What a private run has promised and spent: the noise, the sampling rate, the steps.
+
+One object per run, reached as ``strategy.privacy``. It knows in which order things must happen
+(one call with one backward, then one noisy step) and refuses any other: a sum that is released
+twice, or scaled, or stepped without noise is what the noise was not chosen for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from goose_strategy.comm.collectives import broadcast_object
+from goose_strategy.errors import ConfigError, PrivacyError
+from goose_strategy.privacy.accounting import (
+    Accountant,
+    compare_settings,
+    excess_of,
+    noise_for,
+)
+from goose_strategy.privacy.clipping import MASK, ClippingStats
+from goose_strategy.privacy.noise import Noise, fresh_root, root_from
+from goose_strategy.privacy.sampler import Draw
+
+if TYPE_CHECKING:
+    from goose_strategy.privacy.config import PrivacyConfig
+
+_T = TypeVar("_T")
+
+
+class Ledger:
+    """The privacy of one run.
+
+    Args:
+        config: The settings.
+        control: All ranks, over gloo; ``None`` for this one alone.
+
+    Attributes:
+        config: The settings.
+        steps: Noisy steps so far, those before a resume included.
+        rate: Probability with which a sample is drawn; ``None`` until the data is known.
+        sigma: The noise multiplier; ``None`` until it is known.
+        stats: What clipping did in the last call. Computed from the data, so it is not private.
+    """
+
+    def __init__(self, config: PrivacyConfig, control: ProcessGroup | None) -> None:
+        self.config = config
+        self.steps = 0
+        self.rate: float | None = None
+        self.sigma: float | None = config.noise_multiplier
+        self.stats = ClippingStats()
+        self._control = control
+        # Never written to a checkpoint: a run that is resumed draws other noise.
+        self._root = self._by_first(
+            lambda: fresh_root() if config.noise_seed is None else root_from(config.noise_seed)
+        )
+        self.noise = Noise(self._root, secure=config.secure)
+        self._size: int | None = None
+        self._accountant: Accountant | None = None
+        self._last_draw = 0
+        self._released = 0
+        self._resumed: dict[str, Any] | None = None
+
+    def _by_first(self, make: Callable[[], _T]) -> _T:
+        """Return what the first rank made."""
+        first = self._control is None or self._control.rank() == 0
+        made: _T = broadcast_object(make() if first else None, source=0, group=self._control)
+        return made
+
+    # -- the data ------------------------------------------------------------------------------
+
+    def know_data(self, size: int) -> float:
+        """Note the number of samples, from which the sampling rate and the noise follow.
+
+        Collective over the world when the noise has to be found.
+
+        Args:
+            size: Samples in the training data. The number counts as public.
+
+        Returns:
+            The sampling rate.
+
+        Raises:
+            ConfigError: If it is smaller than a logical batch, or another one than before.
+            CheckpointError: If a checkpoint was loaded that had other settings.
+        """
+        config = self.config
+        if size < config.logical_batch_size:
+            raise ConfigError(
+                f"logical_batch_size={config.logical_batch_size} is more than the {size} samples of "
+                "the data; choose less."
+            )
+        if self._size not in (None, size):
+            raise ConfigError(
+                f"a second data set of {size} samples was set up for private training, after one "
+                f"of {self._size}; epsilon is known for one. Loaders without shuffle=True are left "
+                "alone."
+            )
+        rate = config.logical_batch_size / size
+        if self.rate is None:
+            self.sigma = self._by_first(lambda: noise_for(config, rate))
+            if self._accountant is None:
+                self._accountant = Accountant(config.accountant)
+            self._accountant.excess = excess_of(size, rate, config.max_batch_size)
+        self._size, self.rate = size, rate
+        if self._resumed is not None and not config.allow_privacy_change:
+            compare_settings(self.settings, self._resumed)
+        return rate
+
+    def draw(self, *, replicas: int, replica: int, multiple: int) -> Draw:
+        """Return how batches are drawn; see `Draw`."""
+        if self.rate is None or self._size is None:
+            raise ConfigError("the size of the training data is not known yet.")
+        return Draw(
+            size=self._size,
+            rate=self.rate,
+            most=self.config.max_batch_size,
+            root=self._root,
+            replicas=replicas,
+            replica=replica,
+            multiple=multiple,
+        )
+
+    # -- the order of a step -------------------------------------------------------------------
+
+    def begin_call(self, mark: Tensor | None) -> None:
+        """Check a batch's marks before a call with gradients.
+
+        Args:
+            mark: Under the name `MASK` in the batch: for each row the number of its draw, or 0.
+
+        Raises:
+            PrivacyError: If the batch was not drawn by Poisson sampling, or was used before; if
+                the steps that the noise was chosen for are used up.
+        """
+        config = self.config
+        if config.steps is not None and config.target_epsilon is not None:
+            if self.steps >= config.steps:
+                raise PrivacyError(
+                    f"all steps={config.steps} are taken for which the noise was chosen; one more "
+                    f"would exceed target_epsilon={config.target_epsilon}."
+                )
+        if self._released:
+            raise PrivacyError(
+                "the model was called with gradients while those of an earlier call wait for their "
+                "step; private training takes one call per step, with "
+                f"logical_batch_size={config.logical_batch_size} samples in it. Call "
+                "optimizer.step() first."
+            )
+        if config.sampling == "none":
+            return
+        if mark is None:
+            raise PrivacyError(
+                f"the batch carries no {MASK}, which says which of its rows were drawn. Set the "
+                f"training loader up with shuffle=True (sampling={config.sampling!r} replaces its "
+                f"sampler), and hand {MASK} to the model with the rest of the batch; or set "
+                "sampling='none'."
+            )
+        number = int(mark.max())
+        if number and number <= self._last_draw:
+            raise PrivacyError(
+                f"a batch of draw {number} was used after that of draw {self._last_draw}; every "
+                "draw may be used once."
+            )
+        self._last_draw = max(number, self._last_draw)
+
+    def check_factor(self, factor: Tensor | float) -> None:
+        """Check that the loss was not scaled, which would scale the clipped sum but not the noise.
+
+        Raises:
+            PrivacyError: If it was.
+        """
+        if float(factor) != 1.0:
+            raise PrivacyError(
+                f"the loss was multiplied by {float(factor):g} before its backward, so that a "
+                "sample's part would no longer be what the noise covers; call backward on the loss "
+                "as the model returned it (no accumulate_grad_batches, no loss scaling)."
+            )
+
+    def note_released(self) -> None:
+        """Note that a clipped sum was released into the gradients."""
+        self._released += 1
+
+    def begin_step(self) -> float:
+        """Check that exactly one sum waits for its noise, and count the step.
+
+        Returns:
+            The standard deviation of the noise on the sum.
+
+        Raises:
+            PrivacyError: If there is none; nothing is stepped then.
+        """
+        if self._released != 1:
+            raise PrivacyError(
+                f"optimizer.step() came after {self._released} calls with a backward; private "
+                "training takes exactly one, also where the draw was empty."
+            )
+        if self.sigma is None:
+            raise PrivacyError(
+                "the noise is not known: target_epsilon needs the training loader to be set up."
+            )
+        self._released = 0
+        self.steps += 1
+        if self._accountant is not None and self.rate is not None:
+            self._accountant.step(noise_multiplier=self.sigma, sample_rate=self.rate)
+        # Nothing is clipped at an infinite norm, which is allowed without noise only.
+        return self.sigma * self.config.max_grad_norm if self.sigma else 0.0
+
+    # -- what it costs -------------------------------------------------------------------------
+
+    def epsilon(self, delta: float | None = None) -> float | None:
+        """Return the epsilon of the steps so far, for adding or removing one row of the data.
+
+        Args:
+            delta: At which ``delta``; ``target_delta`` if ``None``.
+
+        Returns:
+            The epsilon; ``None`` where no claim is possible: without Poisson sampling, or with
+            noise that a seed reveals.
+
+        Raises:
+            ConfigError: If no delta is known.
+        """
+        delta = self.config.target_delta if delta is None else delta
+        if delta is None or not 0 < delta < 1:
+            raise ConfigError(f"delta={delta!r} must lie between 0 and 1.")
+        if not self.config.is_private:
+            return None
+        return 0.0 if self._accountant is None else self._accountant.epsilon(delta)
+
+    @property
+    def clipped(self) -> Tensor | None:
+        """Share of the last call's samples on this replica that were clipped. Not private."""
+        if not self.stats.norms:
+            return None
+        norms, masks = torch.cat(self.stats.norms), torch.cat(self.stats.masks)
+        over = (norms > self.config.max_grad_norm).to(masks.dtype) * masks
+        return over.sum() / masks.sum().clamp(min=1)
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a resumed run must share with its checkpoint."""
+        config = asdict(self.config)
+        names = ("max_grad_norm", "logical_batch_size", "clipping", "sampling", "accountant")
+        return {
+            **{name: config[name] for name in names},
+            "max_batch_size": self.config.max_batch_size,
+            "noise_multiplier": self.sigma,
+            "sample_rate": self.rate,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds: steps, settings and history, but never the root."""
+        history = [] if self._accountant is None else self._accountant.history
+        return {
+            "steps": self.steps,
+            "neighbours": "add or remove one row",
+            "settings": self.settings,
+            "history": [list(entry) for entry in history],
+            "epsilon_known": self.config.is_private,
+        }
+
+    def check_resume(self, state: Mapping[str, Any] | None) -> None:
+        """Check that a checkpoint may be resumed; to be called before anything is changed.
+
+        Args:
+            state: What `state_dict` returned, or ``None`` if the checkpoint holds none.
+
+        Raises:
+            CheckpointError: If its settings are others, or it was not trained privately, unless
+                ``allow_privacy_change`` is set.
+        """
+        if self.config.allow_privacy_change:
+            return
+        if state is None:
+            compare_settings({"privacy": True}, {"privacy": False})
+            return
+        theirs = dict(state["settings"])
+        mine = self.settings
+        if self.rate is None:
+            # The data may come after the checkpoint: `know_data` is compared then.
+            for name in ("sample_rate", "noise_multiplier"):
+                if mine[name] is None:
+                    mine.pop(name)
+        compare_settings({**mine, "epsilon_known": self.config.is_private}, {
+            **theirs, "epsilon_known": state["epsilon_known"],
+        })
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on where a checkpoint stopped, with fresh noise."""
+        if state is None:
+            return
+        self.steps = int(state["steps"])
+        history = [(float(a), float(b), int(n)) for a, b, n in state["history"]]
+        self._resumed = dict(state["settings"])
+        if history:
+            if self._accountant is None:
+                self._accountant = Accountant(self.config.accountant)
+            self._accountant.history = history
