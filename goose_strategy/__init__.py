@@ -19,9 +19,11 @@ if TYPE_CHECKING:
         PipelineEvent,
         PipelineStep,
     )
+    from goose_strategy.privacy.config import PrivacyConfig
     from goose_strategy.runtime.core import ParallelRuntime
     from goose_strategy.runtime.settings import RuntimeConfig
     from goose_strategy.strategies.fabric import Goose3DStrategy as Goose3DFabricStrategy
+    from goose_strategy.strategies.private import PrivacyMonitor
     from goose_strategy.strategies.progress import Goose3DProgressBar
     from goose_strategy.strategies.pytorch import Goose3DStrategy
     from goose_strategy.strategies.timeline import TimelineRecorder
@@ -37,6 +39,8 @@ __all__ = [
     "PipelineConfig",
     "PipelineEvent",
     "PipelineStep",
+    "PrivacyConfig",
+    "PrivacyMonitor",
     "RuntimeConfig",
     "TensorConfig",
     "TimelineRecorder",
@@ -56,6 +60,8 @@ __getattr__, __dir__ = lazy_exports(
         "PipelineConfig": "goose_strategy.pipeline_parallel.config:PipelineConfig",
         "PipelineEvent": "goose_strategy.pipeline_parallel.hooks:PipelineEvent",
         "PipelineStep": "goose_strategy.pipeline_parallel.hooks:PipelineStep",
+        "PrivacyConfig": "goose_strategy.privacy.config:PrivacyConfig",
+        "PrivacyMonitor": "goose_strategy.strategies.private:PrivacyMonitor",
         "RuntimeConfig": "goose_strategy.runtime.settings:RuntimeConfig",
         "TensorConfig": "goose_strategy.tensor_parallel.config:TensorConfig",
         "TimelineRecorder": "goose_strategy.strategies.timeline:TimelineRecorder",

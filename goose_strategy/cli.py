@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
+import goose_strategy.strategies.private
 import goose_strategy.strategies.pytorch
 import goose_strategy.strategies.timeline  # noqa: F401  makes bare class names known
 from goose_strategy.bench import engine, step, timeline

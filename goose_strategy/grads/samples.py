@@ -59,9 +59,7 @@ def add_bias(output: Tensor, bias: Tensor, *, store: WeightGradStore | None) -> 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, param: Tensor, rows: int, dims: int, store: WeightGradStore
-    ) -> Tensor:
+    def forward(ctx: Any, param: Tensor, rows: int, dims: int, store: WeightGradStore) -> Tensor:
         ctx.param, ctx.store = param, store
         between = (1,) * (dims - 1 - param.dim())
         return param.view(1, *between, *param.shape).expand(rows, *between, *param.shape)

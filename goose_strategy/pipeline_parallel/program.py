@@ -24,11 +24,12 @@ from goose_strategy.pipeline_parallel.tables.catalogue import (
 )
 from goose_strategy.pipeline_parallel.tables.chunks import Chunks, Schedule
 from goose_strategy.pipeline_parallel.tables.csv_text import read_csv
-from goose_strategy.pipeline_parallel.tables.norms import Norms
 from goose_strategy.validate import one_of, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from goose_strategy.pipeline_parallel.tables.norms import Norms
 
 _WHOLE = (Kind.BACKWARD, Kind.INPUT)
 
@@ -216,9 +217,7 @@ def rank_program(  # noqa: PLR0913  what makes a program, and whose row of it
     """
     if isinstance(chunks, int):
         chunks = chunks_of(schedule, chunks)
-    table = program(
-        schedule, chunks, microbatches, train=train, recompute=recompute, norms=norms
-    )
+    table = program(schedule, chunks, microbatches, train=train, recompute=recompute, norms=norms)
     row = table[rank]
     taken: dict[Action, tuple[Action, ...]] = {}
     for other in set(range(chunks.ranks)) - {rank}:

@@ -147,7 +147,8 @@ def tell_samples_apart(model: nn.Module, store: WeightGradStore) -> Callable[[],
             if reason is None and has_rule(module):
                 vars(module)["weight_gradients"] = store
             elif reason is None:
-                cls = _class_for(type(module))
+                plain: Any = type(module)
+                cls = _class_for(plain)
                 swapped.append(cls.adopt(module, weight_gradients=store))
         found |= _listed(name, module, own, reason)
 
@@ -178,8 +179,8 @@ class _Spreading(Converted):
         if isinstance(self, nn.RMSNorm):
             return _affine(functional.rms_norm(x, self.normalized_shape, None, self.eps), spread)
         with _in_place_of(module, spread):
-            result = super().forward(x, *args, **kwargs)  # type: ignore[misc]
-        return result
+            spread_out: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        return spread_out
 
 
 def _affine(normed: Tensor, spread: Mapping[str, Tensor]) -> Tensor:
@@ -269,7 +270,8 @@ def _agrees(module: nn.Module, dims: int, width: int) -> bool:
             torch.autograd.grad(row, [x, *params], grad[i : i + 1]) for i, row in enumerate(rows)
         ]
     store = WeightGradStore(per_sample=True)
-    _class_for(type(module)).adopt(plain, weight_gradients=store)
+    cls: Any = type(module)
+    _class_for(cls).adopt(plain, weight_gradients=store)
     with torch.enable_grad():
         output = plain(x)
     if not torch.allclose(output, torch.cat(rows), rtol=1e-6, atol=1e-7):
@@ -278,9 +280,9 @@ def _agrees(module: nn.Module, dims: int, width: int) -> bool:
         # Not ``grad``, which leaves out nodes that no wanted input lies behind.
         torch.autograd.backward(output, grad)
     found = {id(one.param): one.grad for one in store.take().owed if isinstance(one, SampleOwed)}
-    pairs = [(x.grad, sum(row[0] for row in expected))]
+    pairs = [(x.grad, torch.stack([row[0] for row in expected]).sum(0))]
     for number, param in enumerate(params, start=1):
         if id(param) not in found:
             return False
         pairs.append((found[id(param)], torch.stack([row[number] for row in expected])))
-    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
+    return all(a is not None and torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)

@@ -102,7 +102,7 @@ class SampleClipping:
         narrow: Whether gradients are rounded to 16 bits.
     """
 
-    def __init__(  # noqa: PLR0913  all of it is known at once
+    def __init__(
         self,
         config: PrivacyConfig,
         mesh: ParallelMesh,

@@ -1,7 +1,7 @@
 """Settings of private training, checked before any process group exists.
 
-Opacus takes the same numbers in ``PrivacyEngine.make_private``, which wraps the model, the optimizer
-and the loader; here they belong to the strategy, and nothing of the user's is wrapped.
+Opacus takes the same numbers in ``PrivacyEngine.make_private``, which wraps the model, the
+optimizer and the loader; here they belong to the strategy, and nothing of the user's is wrapped.
 """
 
 from __future__ import annotations

@@ -69,7 +69,8 @@ class Ledger:
     def _by_first(self, make: Callable[[], _T]) -> _T:
         """Return what the first rank made."""
         first = self._control is None or self._control.rank() == 0
-        made: _T = broadcast_object(make() if first else None, source=0, group=self._control)
+        mine: Any = make() if first else None
+        made: _T = broadcast_object(mine, source=0, group=self._control)
         return made
 
     # -- the data ------------------------------------------------------------------------------
@@ -92,8 +93,8 @@ class Ledger:
         config = self.config
         if size < config.logical_batch_size:
             raise ConfigError(
-                f"logical_batch_size={config.logical_batch_size} is more than the {size} samples of "
-                "the data; choose less."
+                f"logical_batch_size={config.logical_batch_size} is more than the {size} samples "
+                "of the data; choose less."
             )
         if self._size not in (None, size):
             raise ConfigError(
@@ -139,12 +140,12 @@ class Ledger:
                 the steps that the noise was chosen for are used up.
         """
         config = self.config
-        if config.steps is not None and config.target_epsilon is not None:
-            if self.steps >= config.steps:
-                raise PrivacyError(
-                    f"all steps={config.steps} are taken for which the noise was chosen; one more "
-                    f"would exceed target_epsilon={config.target_epsilon}."
-                )
+        target = config.target_epsilon
+        if target is not None and config.steps is not None and self.steps >= config.steps:
+            raise PrivacyError(
+                f"all steps={config.steps} are taken for which the noise was chosen; one more "
+                f"would exceed target_epsilon={target}."
+            )
         if self._released:
             raise PrivacyError(
                 "the model was called with gradients while those of an earlier call wait for their "
@@ -289,9 +290,13 @@ class Ledger:
             for name in ("sample_rate", "noise_multiplier"):
                 if mine[name] is None:
                     mine.pop(name)
-        compare_settings({**mine, "epsilon_known": self.config.is_private}, {
-            **theirs, "epsilon_known": state["epsilon_known"],
-        })
+        compare_settings(
+            {**mine, "epsilon_known": self.config.is_private},
+            {
+                **theirs,
+                "epsilon_known": state["epsilon_known"],
+            },
+        )
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on where a checkpoint stopped, with fresh noise."""

@@ -57,7 +57,8 @@ class FastSource:
         philox = np.random.Philox(key=int.from_bytes(key[:16], "little"))
         narrow = np.float64 if dtype == torch.float64 else np.float32
         drawn = np.random.Generator(philox).standard_normal(BLOCK, dtype=narrow)
-        return torch.from_numpy(drawn)
+        normals: Tensor = torch.from_numpy(drawn)
+        return normals
 
 
 class SecureSource:

@@ -67,9 +67,7 @@ _MODULES: dict[type[nn.Module], type] = {}
 _T = TypeVar("_T", bound=type)
 
 
-def register_rule(
-    kind: type, *, modules: Sequence[type[nn.Module]] = ()
-) -> Callable[[_T], _T]:
+def register_rule(kind: type, *, modules: Sequence[type[nn.Module]] = ()) -> Callable[[_T], _T]:
     """Register a rule for a kind of `Owed`, and modules whose parameters are pushed as that kind.
 
     A module that is named here is given the store as its attribute ``weight_gradients`` and must
@@ -174,7 +172,7 @@ class EmbeddingRule:
         "cannot be told apart; pass ids (position_ids, for one) for every row."
     )
 
-    def shared(self, owed: EmbeddingOwed, rows: int) -> Tensor:
+    def shared(self, owed: EmbeddingOwed, rows: int) -> Tensor:  # noqa: ARG002
         """Refuse: cut embeddings hold disjoint rows, and whole ones whole gradients."""
         raise PrivacyError("an embedding of which each tp rank has a share has no rule.")
 

@@ -166,16 +166,16 @@ def check_loader(loader: Any) -> None:
     dataset = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or not hasattr(dataset, "__getitem__"):
         raise ConfigError(
-            f"{type(loader).__name__} over {type(dataset).__name__}: private training draws samples "
-            "by their number, which needs a torch DataLoader over a data set with __getitem__ and "
-            "__len__; or set sampling='none', and no epsilon is known."
+            f"{type(loader).__name__} over {type(dataset).__name__}: private training draws "
+            "samples by their number, which needs a torch DataLoader over a data set with "
+            "__getitem__ and __len__; or set sampling='none', and no epsilon is known."
         )
     sampler = loader.sampler
-    if type(sampler) not in (RandomSampler, DistributedSampler) or loader.drop_last:
-        what = "drop_last=True" if loader.drop_last else f"sampler={type(sampler).__name__}"
+    if type(sampler) not in (RandomSampler, DistributedSampler):
         raise ConfigError(
-            f"{what} breaks Poisson sampling, in which every sample is drawn by itself; pass "
-            "DataLoader(dataset, shuffle=True) without it, or set sampling='none'."
+            f"sampler={type(sampler).__name__} breaks Poisson sampling, in which every sample is "
+            "drawn by itself; pass DataLoader(dataset, shuffle=True) without it, or set "
+            "sampling='none'."
         )
     if isinstance(sampler, RandomSampler) and sampler.replacement:
         raise ConfigError(

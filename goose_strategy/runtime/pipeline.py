@@ -21,8 +21,8 @@ from goose_strategy.pipeline_parallel.bridge import attach_loss
 from goose_strategy.pipeline_parallel.engine import Engine
 from goose_strategy.pipeline_parallel.links import connect_stages
 from goose_strategy.pipeline_parallel.microbatch import split_batch
-from goose_strategy.runtime.batch import join_logits
 from goose_strategy.privacy.clipping import MASK
+from goose_strategy.runtime.batch import join_logits
 from goose_strategy.runtime.counting import TokenCount
 from goose_strategy.runtime.private import private_pipeline
 
@@ -111,10 +111,12 @@ class PipelineCall:
         if count is not None:
             # Only the last stage has divided by it; elsewhere the sum would stay under way.
             count.wait()
+        loss: Tensor | None = None
+        scale: float | Tensor = 1.0
         if private is not None:
-            loss, scale = self._mean_over_samples(result, private), 1.0
-        else:
-            loss, scale = self._share(result, own_loss=own_loss) if has_loss else (None, 1.0)
+            loss = self._mean_over_samples(result, private)
+        elif has_loss:
+            loss, scale = self._share(result, own_loss=own_loss)
         logits = self._share_logits(result.logits) if want_logits else None
         if loss is not None and call is not None:
             ledger = None if private is None else private.ledger

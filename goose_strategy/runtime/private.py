@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -245,8 +245,8 @@ def check_private(
     outside = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
     if outside:
         raise PlanError(
-            f"privacy=...: {len(outside)} trainable parameters (first: {outside[0]}) lie outside of "
-            f"{type(lm).__name__}, whose calls alone are clipped; freeze them."
+            f"privacy=...: {len(outside)} trainable parameters (first: {outside[0]}) lie outside "
+            f"of {type(lm).__name__}, whose calls alone are clipped; freeze them."
         )
     if getattr(getattr(lm, "config", None), "output_router_logits", False):
         raise PlanError(

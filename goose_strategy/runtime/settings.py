@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from goose_strategy.errors import ConfigError
 from goose_strategy.optim.config import ZeroConfig
 from goose_strategy.pipeline_parallel.config import PipelineConfig
 from goose_strategy.pipeline_parallel.tables.chunks import Chunks
-from goose_strategy.privacy.config import PrivacyConfig
 from goose_strategy.tensor_parallel.config import TensorConfig
 from goose_strategy.validate import at_least, whole
+
+if TYPE_CHECKING:
+    from goose_strategy.privacy.config import PrivacyConfig
 
 
 @dataclass(frozen=True, kw_only=True)

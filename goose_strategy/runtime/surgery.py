@@ -38,9 +38,9 @@ from goose_strategy.pipeline_parallel.recompute import choose_modules, recompute
 from goose_strategy.pipeline_parallel.stage import ModelPart, cut_model
 from goose_strategy.pipeline_parallel.whole import whole_part
 from goose_strategy.privacy.classes import tell_samples_apart
+from goose_strategy.runtime.private import check_private
 from goose_strategy.tensor_parallel.defer import defer_weight_gradients
 from goose_strategy.tensor_parallel.head import HeadSwitch, causal_lm_loss
-from goose_strategy.runtime.private import check_private
 from goose_strategy.tensor_parallel.parallelize import (
     check_cut,
     head_switch,
@@ -51,6 +51,7 @@ from goose_strategy.tensor_parallel.parallelize import (
 if TYPE_CHECKING:
     from goose_strategy.mesh.mesh import ParallelMesh
     from goose_strategy.runtime.settings import RuntimeConfig
+    from goose_strategy.tensor_parallel.plan import TensorPlan
 
 Count = Callable[[], Tensor | None]
 PLACEHOLDER = "goose_placeholder"
@@ -151,12 +152,9 @@ def operate(
     for second, first in tied_parameters(module).items():
         surgery.aliases.setdefault(first, []).append(second)
     plans = [plan_for(lm, config.tensor) if mesh.tp is not None else None for _, lm in models]
-    for index, ((_, lm), plan) in enumerate(zip(models, plans, strict=True)):
-        if plan is not None:
-            # Before the pipeline frees other stages' weights, so that a refusal changes nothing.
-            check_cut(lm, plan, mesh.tp_size)
-            if config.tensor.verify_plan and not plan.proved:
-                plans[index] = verify_plan(lm, plan, mesh)
+    plans = [
+        _checked_plan(lm, plan, mesh, config) for (_, lm), plan in zip(models, plans, strict=True)
+    ]
     if mesh.pp_size > 1:
         _cut_depth(surgery, module, mesh, config)
     inside: dict[str, ShardSpec] = {}
@@ -186,6 +184,18 @@ def operate(
         surgery.reversals.append(recompute_modules(root, names, absent=absent))
     surgery.specs = _all_specs(module, inside, surgery, mesh)
     return surgery
+
+
+def _checked_plan(
+    lm: nn.Module, plan: TensorPlan | None, mesh: ParallelMesh, config: RuntimeConfig
+) -> TensorPlan | None:
+    """Check a plan before the pipeline frees other stages' weights: a refusal changes nothing."""
+    if plan is None:
+        return None
+    check_cut(lm, plan, mesh.tp_size)
+    if config.tensor.verify_plan and not plan.proved:
+        return verify_plan(lm, plan, mesh)
+    return plan
 
 
 def _tell_samples_apart(surgery: Surgery) -> None:

@@ -25,6 +25,7 @@ from goose_strategy.pipeline_parallel.hooks import PipelineCallback
 from goose_strategy.runtime.core import ParallelRuntime
 from goose_strategy.runtime.settings import RuntimeConfig
 from goose_strategy.strategies import compat
+from goose_strategy.strategies.private import private_loader, refuse_precision
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 """Precisions that train today, by Lightning's names."""
@@ -129,20 +130,16 @@ class Door:
         compat.seed_workers(dataloader, self.runtime.mesh.dp_rank)
         if isinstance(getattr(dataloader, "dataset", None), IterableDataset):
             self.runtime.broadcast_batches()
-        return dataloader
+        return private_loader(self.runtime, dataloader)
+
+    def check_private_precision(self, plugin: Any) -> None:
+        """Refuse a precision under which private training would not be private."""
+        if self.config.privacy is not None:
+            refuse_precision(plugin)
 
 
 def build_config(tp: int, pp: int, **rooms: Any) -> RuntimeConfig:
-    """Build the runtime's settings from a strategy's arguments.
-
-    Raises:
-        ConfigError: If ``privacy`` is given; private training is not part of this version.
-    """
-    if rooms.pop("privacy", None) is not None:
-        raise ConfigError(
-            "privacy=... is not supported by this version; leave privacy=None and train without "
-            "differential privacy."
-        )
+    """Build the runtime's settings from a strategy's arguments."""
     return RuntimeConfig(tp=tp, pp=pp, **rooms)
 
 

@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from goose_strategy.optim.config import ZeroConfig
 from goose_strategy.pipeline_parallel.config import PipelineConfig
+from goose_strategy.privacy.config import PrivacyConfig  # noqa: TC001  the command line reads it
 from goose_strategy.strategies import compat
 from goose_strategy.strategies.door import (
     Door,
@@ -53,7 +54,7 @@ class Goose3DStrategy(StrategyVerbs, ParallelStrategy):
         pipeline: Schedule, microbatches, partition.
         tensor: How layers are split.
         zero: Gradient buckets and the sharded optimizer.
-        privacy: Reserved for differentially private training; must be ``None``.
+        privacy: Differentially private training, or ``None``.
         accelerator: Set by Fabric.
         parallel_devices: Set by Fabric.
         cluster_environment: How processes find each other; chosen by Fabric if ``None``.
@@ -74,7 +75,7 @@ class Goose3DStrategy(StrategyVerbs, ParallelStrategy):
         pipeline: PipelineConfig = PipelineConfig(),
         tensor: TensorConfig = TensorConfig(),
         zero: ZeroConfig = ZeroConfig(),
-        privacy: None = None,
+        privacy: PrivacyConfig | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -133,6 +134,7 @@ class Goose3DStrategy(StrategyVerbs, ParallelStrategy):
     def precision(self, precision: Precision | None) -> None:
         if precision is not None:
             check_precision(precision)
+            self._door.check_private_precision(precision)
             keep_rotary_in_fp32(precision)
         self._precision = precision
 

@@ -28,6 +28,12 @@ from goose_strategy.runtime.state import (
     origins_of,
 )
 from goose_strategy.strategies import compat
+from goose_strategy.strategies.private import (
+    PRIVACY_KEY,
+    check_resume,
+    load_privacy,
+    saved_privacy,
+)
 
 if TYPE_CHECKING:
     from goose_strategy.checkpoint.manifest import EntryPath, LocalTensor
@@ -70,6 +76,7 @@ def save_fabric_state(
         else:
             meta[name] = _plain(value, keep.get(name))
     meta[RNG_KEY] = gather_rng_states(runtime.mesh, runtime.dropout_streams)
+    meta |= saved_privacy(runtime)
     contents = Contents(
         tensors=tensors, meta=meta, objects=objects, identity=identity, models=origins
     )
@@ -116,8 +123,11 @@ def load_fabric_state(
             others.append(name)
     meta = dict(checkpoint.meta)
     states = meta.pop(RNG_KEY, None)
+    check_resume(runtime, meta, resumes=bool(optimizers))
+    spent = meta.pop(PRIVACY_KEY, None)
     compat.validate_keys_for_strict_loading(others, meta.keys(), strict=strict)
     load_model_and_optimizers(checkpoint, models, optimizers, mesh=runtime.mesh, strict=strict)
+    load_privacy(runtime, spent)
     for name in others:
         if name in meta:
             _put(state, name, meta.pop(name))

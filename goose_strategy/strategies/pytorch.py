@@ -28,6 +28,7 @@ from typing_extensions import override
 from goose_strategy.errors import CheckpointError, ConfigError, PlanError
 from goose_strategy.optim.config import ZeroConfig
 from goose_strategy.pipeline_parallel.config import PipelineConfig
+from goose_strategy.privacy.config import PrivacyConfig  # noqa: TC001  the command line reads it
 from goose_strategy.strategies import compat
 from goose_strategy.strategies.door import (
     Door,
@@ -36,6 +37,7 @@ from goose_strategy.strategies.door import (
     keep_rotary_in_fp32,
     wrong_door,
 )
+from goose_strategy.strategies.private import refuse_trainer
 from goose_strategy.strategies.refusals import refuse_callbacks, refuse_twin_package
 from goose_strategy.strategies.verbs import StrategyVerbs
 from goose_strategy.tensor_parallel.config import TensorConfig
@@ -55,7 +57,7 @@ class Goose3DStrategy(StrategyVerbs, ParallelStrategy):
         pipeline: Schedule, microbatches, partition.
         tensor: How layers are split.
         zero: Gradient buckets and the sharded optimizer.
-        privacy: Reserved for differentially private training; must be ``None``.
+        privacy: Differentially private training, or ``None``.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: How processes find each other; chosen by the Trainer if ``None``.
@@ -79,7 +81,7 @@ class Goose3DStrategy(StrategyVerbs, ParallelStrategy):
         pipeline: PipelineConfig = PipelineConfig(),
         tensor: TensorConfig = TensorConfig(),
         zero: ZeroConfig = ZeroConfig(),
-        privacy: None = None,
+        privacy: PrivacyConfig | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -146,6 +148,7 @@ class Goose3DStrategy(StrategyVerbs, ParallelStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         if precision_plugin is not None:
             check_precision(precision_plugin)
+            self._door.check_private_precision(precision_plugin)
             keep_rotary_in_fp32(precision_plugin)
             self._take_over_clipping(precision_plugin)
         self._precision_plugin = precision_plugin
@@ -207,6 +210,8 @@ class Goose3DStrategy(StrategyVerbs, ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         module = self._module()
         refuse_callbacks(trainer)
+        if self._door.config.privacy is not None:
+            refuse_trainer(trainer)
         self._door.adopt(trainer)
         if self.accelerator is not None:
             self.accelerator.setup(trainer)

@@ -25,6 +25,12 @@ from goose_strategy.runtime.state import (
     optimizer_contents,
     origins_of,
 )
+from goose_strategy.strategies.private import (
+    PRIVACY_KEY,
+    check_resume,
+    load_privacy,
+    saved_privacy,
+)
 
 if TYPE_CHECKING:
     from goose_strategy.checkpoint.manifest import EntryPath, LocalTensor
@@ -64,6 +70,7 @@ def save_trainer_state(
         tensors += more
         objects |= groups
     meta[RNG_KEY] = gather_rng_states(runtime.mesh, runtime.dropout_streams)
+    meta |= saved_privacy(runtime)
     contents = Contents(
         tensors=tensors,
         meta=meta,
@@ -97,9 +104,11 @@ def load_trainer_state(
     entries = {f"optimizer_{index}": (model, o) for index, o in enumerate(optimizers)}
     stored = {tensor.path[0] for tensor in checkpoint.tensors.values()}
     known = {name: held for name, held in entries.items() if name in stored}
-    load_model_and_optimizers(checkpoint, {WEIGHTS: model}, known, mesh=runtime.mesh, strict=strict)
     meta = dict(checkpoint.meta)
+    check_resume(runtime, meta, resumes=bool(optimizers))
+    load_model_and_optimizers(checkpoint, {WEIGHTS: model}, known, mesh=runtime.mesh, strict=strict)
     states = meta.pop(RNG_KEY, None)
+    load_privacy(runtime, meta.pop(PRIVACY_KEY, None))
     if states is not None and optimizers:
         scatter_rng_states(states, runtime.mesh, runtime.dropout_streams)
     return {**meta, STATE_DICT: {}}

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from goose_strategy.errors import ConfigError
+
 if TYPE_CHECKING:
     from goose_strategy.pipeline_parallel.hooks import PipelineCallback
+    from goose_strategy.privacy.ledger import Ledger
     from goose_strategy.runtime.core import ParallelRuntime
     from goose_strategy.strategies.door import Door
 
@@ -33,6 +36,20 @@ class StrategyVerbs:
     def data_parallel_size(self) -> int:
         """Into how many shards the data is split."""
         return self.runtime.mesh.dp_size
+
+    @property
+    def privacy(self) -> Ledger:
+        """What a private run has spent: ``strategy.privacy.epsilon(delta)``.
+
+        Raises:
+            ConfigError: If the strategy was made without ``privacy=...``, or before the launch.
+        """
+        ledger = self.runtime.ledger
+        if ledger is None:
+            raise ConfigError(
+                "the strategy trains without privacy (privacy=None), or is not launched yet."
+            )
+        return ledger
 
     def add_pipeline_callback(self, callback: PipelineCallback) -> None:
         """Call an object before and after every action of a pipeline, after those added before.

@@ -193,9 +193,7 @@ _PARTNERS = {
 }
 
 
-def check_messages(
-    table: Table, chunks: Chunks | None = None, *, norms: bool = False
-) -> None:
+def check_messages(table: Table, chunks: Chunks | None = None, *, norms: bool = False) -> None:
     """Execute a table with its messages under the strictest rules of a backend.
 
     A send is complete only when its receive is, and on each communicator (forward, backward, tie)
