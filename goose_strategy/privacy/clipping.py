@@ -159,6 +159,7 @@ class SampleClipping:
         # A context of autocast is that of the call, the backwards run without it.
         self._limit = self.limit
 
+    @torch.no_grad()
     def collect(self, place: Place, work: WeightGradWork) -> None:
         """Take what ``I`` left, add its squares, and start the sum when the rank has all of them.
 
@@ -180,8 +181,9 @@ class SampleClipping:
         """Compute and accumulate the clipped weight gradients of a place."""
         record = self._records[place[1]]
         work = record.works.pop(place)
-        factors = self._factors(record)
-        scaled = [rule_of(owed).scaled(owed, factors, record.good) for owed in work.owed]
+        with torch.no_grad():
+            factors = self._factors(record)
+            scaled = [rule_of(owed).scaled(owed, factors, record.good) for owed in work.owed]
         del work
         self.accumulating = True
         try:

@@ -83,7 +83,8 @@ class SecureSource:
         radius = torch.sqrt(-2 * torch.log(radius))
         angle = angle * (2 * torch.pi)
         total = (radius * torch.cos(angle) + radius * torch.sin(angle)).sum(0)
-        return (total / self.TERMS**0.5).to(like.device)
+        normals: Tensor = (total / self.TERMS**0.5).to(like.device)
+        return normals
 
 
 class Noise:

@@ -1,0 +1,514 @@
+"""Private calls of a sharded module: what they equal, what they refuse, what bounds a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from goose_strategy.errors import ConfigError, PlanError
+from goose_strategy.pipeline_parallel.config import PipelineConfig
+from goose_strategy.privacy.config import PrivacyConfig
+from goose_strategy.privacy.losses import PerSampleLoss
+from goose_strategy.runtime.private import check_tie, private_pipeline
+from tests.harness.compare import assert_close_named
+from tests.harness.models import IGNORED, Batch, batches, rows_of, tiny_model
+from tests.harness.worker import Context
+from tests.harness.world import run_ranks
+from tests.parity.grid import assemble
+from tests.parity.session import OPTIMIZERS, Pieces
+from tests.privacy.oracle import (
+    INF,
+    PrivateCase,
+    ledger_of,
+    per_sample_losses,
+    pieces,
+    reference_call,
+    run_call,
+    start,
+)
+
+LLAMA = PrivateCase(tied=True, schedule="ZBH1")
+BATCH = batches(1, batch_size=6)[0]
+
+
+# -- without noise and clipping it is ordinary training -------------------------------------------
+
+
+def train(ctx: Context, case: PrivateCase, every: list[Batch]) -> tuple[list[float], Pieces]:
+    """Train on global batches."""
+    runtime = None
+    try:
+        runtime, handle, optimizer = start(case)
+        losses = []
+        for batch in every:
+            loss = handle.module(**rows_of(batch, runtime.mesh.dp_rank, case.dp)).loss
+            with runtime.backward(loss):
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, pieces(handle, dict(handle.module.named_parameters()))
+    finally:
+        if runtime is not None:
+            runtime.stop()
+
+
+@pytest.mark.parametrize("mesh", [{}, {"pp": 2, "tp": 2, "dp": 2}], ids=["alone", "all"])
+def test_without_noise_and_clipping_it_is_ordinary_training(mesh: dict[str, int]) -> None:
+    case = replace(LLAMA, **mesh).clipped_at(INF, logical_batch_size=8)  # type: ignore[arg-type]
+    every = batches(4, batch_size=8)
+    ranks = run_ranks(train, case.world_size, case, every)
+    model = case.model()
+    optimizer = OPTIMIZERS[case.optimizer](list(model.parameters()))
+    losses = []
+    for batch in every:
+        inputs = {k: v for k, v in batch.items() if k != "labels"}
+        loss = per_sample_losses(model(**inputs).logits, batch["labels"]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    for mine, _ in ranks:
+        assert mine == pytest.approx(losses, rel=1e-10)
+    whole = assemble([part for _, part in ranks], "parameters")
+    assert_close_named(whole, {n: p.detach() for n, p in model.named_parameters()}, 1e-9)
+
+
+# -- removing any row moves the sum by at most the norm -------------------------------------------
+
+
+def adversarial() -> Batch:
+    """Return rows that are ordinary, constant, alternating, and with one or no label."""
+    batch = batches(1, batch_size=8, padded=False)[0]
+    ids = batch["input_ids"]
+    ids[1] = 7
+    ids[2] = torch.tensor([7, 9]).repeat(ids.shape[1] // 2)
+    ids[3] = ids[4]
+    labels = ids.clone()
+    labels[5] = IGNORED
+    labels[5, 3] = ids[5, 3]
+    labels[6] = IGNORED
+    return {"input_ids": ids, "labels": labels}
+
+
+def sums_without_each(ctx: Context, case: PrivateCase, batch: Batch) -> list[Pieces]:
+    """Return the clipped sums of all rows, and without each one of them."""
+    runtime = None
+    try:
+        runtime, handle, optimizer = start(case)
+        with torch.no_grad():
+            for name, param in handle.module.named_parameters():
+                # Large logits: gradients of the head and the embedding outweigh all others.
+                if param.dim() == 2 and "embed" in name:
+                    param.mul_(3)
+        found = []
+        for left_out in (None, *range(batch["input_ids"].shape[0])):
+            mask = torch.ones(batch["input_ids"].shape[0], dtype=torch.long)
+            if left_out is not None:
+                mask[left_out] = 0
+            loss = handle.module(**batch, sample_mask=mask).loss
+            with runtime.backward(loss):
+                loss.backward()
+            found.append(pieces(handle, handle.reducer.full_gradients()))
+            optimizer.zero_grad()
+            # No step: the sums are looked at, which a run may not do.
+            ledger_of(runtime)._released = 0
+        return found
+    finally:
+        if runtime is not None:
+            runtime.stop()
+
+
+@pytest.mark.parametrize("limit", [0.05, 5.0])
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"tp": 2}], ids=["pp2", "tp2"])
+def test_removing_a_row_moves_the_sum_by_at_most_the_norm(
+    mesh: dict[str, int], limit: float
+) -> None:
+    case = replace(LLAMA, dtype=torch.float32, **mesh).clipped_at(limit)  # type: ignore[arg-type]
+    ranks = run_ranks(sums_without_each, 2, case, adversarial())
+    every = [assemble([rank[number] for rank in ranks], "sums") for number in range(9)]
+    whole, moved = every[0], []
+    for without in every[1:]:
+        squares = [(whole[name] - without[name]).double().square().sum() for name in whole]
+        moved.append(float(torch.stack(squares).sum().sqrt()))
+    assert max(moved) <= limit * (1 + 1e-5)
+    assert max(moved) > 0.9 * limit, "nothing was clipped, so nothing was shown"
+    assert moved[6] == 0, "a row without labels has a gradient"
+
+
+def test_a_mean_over_the_tokens_of_a_batch_moves_it_by_more() -> None:
+    """What the per-sample loss is for: transformers' own divides every row by all tokens."""
+    model = tiny_model("llama", tied=True)
+    batch = batches(1, batch_size=8, padded=False)[0]
+    for row in range(7):
+        batch["labels"][row, 2:] = IGNORED
+
+    def clipped_sum(rows: int) -> Tensor:
+        labels = batch["labels"][:rows]
+        count = (labels[:, 1:] != IGNORED).sum()
+        total: list[Tensor] = []
+        for row in range(rows):
+            logits = model(batch["input_ids"][row : row + 1]).logits
+            valid = (labels[row, 1:] != IGNORED).sum()
+            loss = per_sample_losses(logits, labels[row : row + 1]).sum() * valid / count
+            parts = torch.autograd.grad(loss, list(model.parameters()))
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            total.append(flat * min(1.0, 1.0 / float(flat.norm())))
+        return torch.stack(total).sum(0)
+
+    assert float((clipped_sum(8) - clipped_sum(7)).norm()) > 1.1
+
+
+# -- rows that are not finite ---------------------------------------------------------------------
+
+BAD_TOKEN = 5
+
+
+def spoil(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Make the hidden states of rows that begin with `BAD_TOKEN` not finite."""
+    bad = (args[0][:, :1] == BAD_TOKEN).unsqueeze(-1)
+    return output.masked_fill(bad, float("nan"))
+
+
+class SpoiledCase(PrivateCase):
+    """A case whose model computes NaN for some rows."""
+
+    def model(self) -> nn.Module:
+        """Build it."""
+        model = super().model()
+        assert isinstance(model, PreTrainedModel)
+        model.get_input_embeddings().register_forward_hook(spoil)
+        return model
+
+
+@pytest.mark.parametrize("mesh", [{}, {"pp": 2, "tp": 2}], ids=["alone", "pp2-tp2"])
+def test_a_row_that_is_not_finite_counts_as_nothing(mesh: dict[str, int]) -> None:
+    batch = batches(1, batch_size=6)[0]
+    batch["input_ids"][:, 0] = 9
+    batch["input_ids"][2, 0] = BAD_TOKEN
+    kept = torch.arange(6) != 2
+    theirs = reference_call(LLAMA, {name: value[kept] for name, value in batch.items()})
+    limit = float(theirs.norms.quantile(0.6))
+    theirs = reference_call(
+        LLAMA.clipped_at(limit), {name: value[kept] for name, value in batch.items()}
+    )
+    case = SpoiledCase(tied=True, **mesh).clipped_at(limit)  # type: ignore[arg-type]
+    mine = run_call(case, batch)
+    assert torch.isnan(mine.norms[2])
+    assert torch.allclose(mine.norms[kept], theirs.norms, rtol=1e-9)
+    assert_close_named(mine.sums, theirs.sums, 1e-9)
+    assert all(bool(torch.isfinite(p).all()) for p in mine.parameters.values())
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+Act = Callable[[Any, Any, Any], Any]
+
+
+def _call(handle: Any, **more: Any) -> Tensor:
+    loss: Tensor = handle.module(**BATCH, **more).loss
+    return loss
+
+
+def _backward(runtime: Any, loss: Tensor) -> None:
+    with runtime.backward(loss):
+        loss.backward()
+
+
+def scaled(runtime: Any, handle: Any, optimizer: Any) -> None:
+    _backward(runtime, 2 * _call(handle))
+
+
+def two_calls(runtime: Any, handle: Any, optimizer: Any) -> None:
+    for _ in range(2):
+        _backward(runtime, _call(handle))
+
+
+def step_without_a_call(runtime: Any, handle: Any, optimizer: Any) -> None:
+    _backward(runtime, _call(handle))
+    optimizer.step()
+    optimizer.step()
+
+
+def two_losses(runtime: Any, handle: Any, optimizer: Any) -> None:
+    loss = _call(handle) + _call(handle)
+    _backward(runtime, loss)
+    optimizer.step()
+
+
+def accumulated(runtime: Any, handle: Any, optimizer: Any) -> None:
+    with runtime.no_sync(handle.module):
+        _backward(runtime, _call(handle))
+
+
+def clipped_again(runtime: Any, handle: Any, optimizer: Any) -> None:
+    _backward(runtime, _call(handle))
+    runtime.clip_grad_norm(optimizer, 1.0)
+
+
+def clipped_by_value(runtime: Any, handle: Any, optimizer: Any) -> None:
+    _backward(runtime, _call(handle))
+    runtime.clip_grad_value(optimizer, 1.0)
+
+
+def past_the_call(runtime: Any, handle: Any, optimizer: Any) -> None:
+    logits = handle.module(**{k: v for k, v in BATCH.items() if k != "labels"}).logits
+    logits.sum().backward()
+
+
+def own_divisor(runtime: Any, handle: Any, optimizer: Any) -> None:
+    _call(handle, num_items_in_batch=7)
+
+
+def without_a_mark(runtime: Any, handle: Any, optimizer: Any) -> None:
+    ledger = ledger_of(runtime)
+    ledger.config = replace(ledger.config, sampling="poisson")
+    _call(handle)
+
+
+def one_draw_twice(runtime: Any, handle: Any, optimizer: Any) -> None:
+    ledger = ledger_of(runtime)
+    ledger.config = replace(ledger.config, sampling="poisson")
+    mark = torch.full((6,), 3)
+    for _ in range(2):
+        _backward(runtime, _call(handle, sample_mask=mark))
+        optimizer.step()
+
+
+def a_mark_of_other_rows(runtime: Any, handle: Any, optimizer: Any) -> None:
+    _call(handle, sample_mask=torch.ones(3, dtype=torch.long))
+
+
+def a_weight_used_twice(runtime: Any, handle: Any, optimizer: Any) -> None:
+    first, second = handle.module.model.layers[0].mlp, handle.module.model.layers[1]
+    second.mlp.gate_proj, second.mlp.up_proj = first.gate_proj, first.up_proj
+    _call(handle)
+
+
+def a_kernel_past_the_layers(runtime: Any, handle: Any, optimizer: Any) -> None:
+    mlp = handle.module.model.layers[0].mlp
+
+    def fused(x: Tensor) -> Tensor:
+        return mlp.down_proj(torch.nn.functional.linear(x, mlp.gate_proj.weight))
+
+    mlp.forward = fused
+    _call(handle)
+
+
+def flattened(runtime: Any, handle: Any, optimizer: Any) -> None:
+    mlp = handle.module.model.layers[0].mlp
+    plain = mlp.forward
+    mlp.forward = lambda x: plain(x.reshape(-1, x.shape[-1])).view(x.shape)
+    _call(handle)
+
+
+def a_second_optimizer(runtime: Any, handle: Any, optimizer: Any) -> None:
+    runtime.attach_optimizers(handle.module, [optimizer, torch.optim.SGD([], lr=0.1)])
+
+
+def a_second_module(runtime: Any, handle: Any, optimizer: Any) -> None:
+    runtime.shard_module(tiny_model("llama"))
+
+
+REFUSED: dict[Act, tuple[str, str]] = {
+    scaled: ("PrivacyError", "multiplied by 2"),
+    two_calls: ("PrivacyError", "one call per step"),
+    step_without_a_call: ("PrivacyError", "after 0 calls"),
+    two_losses: ("PrivacyError", "after 2 calls"),
+    accumulated: ("PrivacyError", "cannot be accumulated"),
+    clipped_again: ("ConfigError", "gradient_clip_val"),
+    clipped_by_value: ("ConfigError", "gradient_clip_val"),
+    past_the_call: ("PrivacyError", "was not clipped|nobody|while none are collected"),
+    own_divisor: ("ScheduleError", "num_items_in_batch"),
+    without_a_mark: ("PrivacyError", "carries no sample_mask"),
+    one_draw_twice: ("PrivacyError", "draw 3 was used after"),
+    a_mark_of_other_rows: ("PrivacyError", r"shape \(3,\)"),
+    a_weight_used_twice: ("ScheduleError", "used more than once"),
+    a_kernel_past_the_layers: ("ScheduleError", "gate_proj.weight got a gradient"),
+    flattened: ("ScheduleError", "before it is flattened"),
+    a_second_optimizer: ("ConfigError", "2 optimizers|parameter list"),
+    a_second_module: ("ConfigError", "covers one module"),
+}
+
+
+@dataclass
+class Outcome:
+    """What an act raised, and whether the weights had changed by then."""
+
+    kind: str
+    message: str
+    untouched: bool
+
+
+def play(ctx: Context, acts: list[Act]) -> list[Outcome]:
+    """Run acts one after another, each on a model of its own."""
+    return [_played(act) for act in acts]
+
+
+def _played(act: Act) -> Outcome:
+    runtime = None
+    try:
+        runtime, handle, optimizer = start(LLAMA)
+        before = {n: p.detach().clone() for n, p in handle.module.named_parameters()}
+        try:
+            act(runtime, handle, optimizer)
+        except Exception as error:  # noqa: BLE001
+            cause = f"{error} {error.__cause__}"
+            now = dict(handle.module.named_parameters())
+            same = all(torch.equal(now[name], value) for name, value in before.items())
+            return Outcome(type(error).__name__, cause, same)
+        return Outcome("nothing", "", True)
+    finally:
+        if runtime is not None:
+            runtime.stop()
+
+
+def test_what_would_break_the_promise_is_refused() -> None:
+    outcomes = run_ranks(play, 1, list(REFUSED))[0]
+    stepped = {step_without_a_call, one_draw_twice}
+    import re
+
+    for (act, (kind, text)), outcome in zip(REFUSED.items(), outcomes, strict=True):
+        name = act.__name__
+        assert outcome.kind == kind, f"{name}: {outcome.kind}: {outcome.message}"
+        assert re.search(text, outcome.message), f"{name}: {outcome.message}"
+        assert outcome.untouched or act in stepped, f"{name} changed weights"
+
+
+# -- a loss of the user's own ---------------------------------------------------------------------
+
+
+def own_loss(outputs: Any, microbatch: dict[str, Any]) -> tuple[Tensor, int]:
+    """Every row's mean over its own tokens."""
+    losses = per_sample_losses(outputs["logits"], microbatch["labels"])
+    return losses, 1
+
+
+def coupled_loss(outputs: Any, microbatch: dict[str, Any]) -> tuple[Tensor, int]:
+    """Rows divided by the tokens of all of them."""
+    labels = microbatch["labels"]
+    losses = per_sample_losses(outputs["logits"], labels)
+    return losses * 10 / (labels != IGNORED).sum(), 1
+
+
+def scalar_loss(outputs: Any, microbatch: dict[str, Any]) -> tuple[Tensor, int]:
+    """One number for all rows."""
+    return own_loss(outputs, microbatch)[0].mean(), 1
+
+
+@pytest.mark.parametrize("mesh", [{}, {"pp": 2, "tp": 2}], ids=["alone", "pp2-tp2"])
+def test_a_loss_function_per_sample(mesh: dict[str, int]) -> None:
+    pipeline = (("loss_fn", own_loss),)
+    case = PrivateCase(tied=True, pipeline=pipeline, **mesh).clipped_at(6.0)  # type: ignore[arg-type]
+    mine = run_call(case, BATCH)
+    theirs = reference_call(LLAMA.clipped_at(6.0), BATCH)
+    assert torch.allclose(mine.norms, theirs.norms, rtol=1e-9)
+    assert_close_named(mine.sums, theirs.sums, 1e-9)
+    assert mine.loss == pytest.approx(theirs.loss, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("loss", "match"), [(coupled_loss, "depend on one another"), (scalar_loss, "one loss per")]
+)
+def test_a_loss_function_that_couples_samples_is_refused(loss: Any, match: str) -> None:
+    from tests.harness.world import RankFailure
+
+    case = PrivateCase(tied=True, pipeline=(("loss_fn", loss),), microbatches=2)
+    with pytest.raises(RankFailure, match=match):
+        run_call(case, BATCH)
+
+
+def test_the_settings_of_the_pipeline_check_a_loss_function_once() -> None:
+    plain = PipelineConfig()
+    assert private_pipeline(plain) is plain
+    checked = private_pipeline(PipelineConfig(loss_fn=own_loss))
+    assert isinstance(checked.loss_fn, PerSampleLoss)
+    assert private_pipeline(checked) is checked
+
+
+# -- models that cannot be trained privately ------------------------------------------------------
+
+
+def setup_error(ctx: Context, case: PrivateCase, change: Callable[[Any], None]) -> str:
+    """Return what the set-up of a changed model raises."""
+
+    class Changed(type(case)):  # type: ignore[misc]
+        def model(self) -> nn.Module:
+            model = super().model()
+            change(model)
+            return model  # type: ignore[no-any-return]
+
+    runtime = None
+    changed = Changed(**{f: getattr(case, f) for f in case.__dataclass_fields__})
+    try:
+        runtime, _, _ = start(changed)
+    except (ConfigError, PlanError) as error:
+        return str(error)
+    finally:
+        if runtime is not None:
+            runtime.stop()
+    return "nothing"
+
+
+def with_batch_norm(model: Any) -> None:
+    model.model.norm = nn.BatchNorm1d(32, dtype=torch.float64)
+
+
+def with_a_scale(model: Any) -> None:
+    model.model.layers[1].scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "match"),
+    [
+        (PrivateCase(), with_batch_norm, r"model.norm.weight \(BatchNorm1d\): a batch norm"),
+        (PrivateCase(), with_a_scale, r"model.layers.1.scale \(LlamaDecoderLayer\)"),
+        (PrivateCase(family="mixtral"), lambda model: None, r"experts.gate_up_proj"),
+        (PrivateCase(family="opt"), lambda model: None, r"embed_positions.weight"),
+    ],
+    ids=["batch norm", "a scale", "experts", "other embeddings"],
+)
+def test_a_parameter_without_a_rule_is_refused_by_name(
+    case: PrivateCase, change: Callable[[Any], None], match: str
+) -> None:
+    import re
+
+    message = run_ranks(partial(setup_error), 1, case, change)[0]
+    assert re.search(match, message), message
+
+
+def test_clipping_by_stage_refuses_a_weight_on_two_stages() -> None:
+    case = replace(LLAMA, pp=2).clipped_at(1.0, clipping="per_stage")
+    for message in run_ranks(setup_error, 2, case, _nothing):
+        assert "clipping='per_stage' cannot bound" in message
+
+
+def _nothing(_model: Any) -> None:
+    """Change nothing."""
+
+
+def test_ties_of_another_kind_are_refused() -> None:
+    check_tie("w", [nn.Embedding(2, 2), nn.Linear(2, 2)], here=True, apart=False)
+    check_tie("w", [nn.Embedding(2, 2)], here=False, apart=True)
+    for users, here in (
+        ([nn.Linear(2, 2), nn.Linear(2, 2)], True),
+        ([nn.Embedding(2, 2)] * 2, True),
+        ([nn.Embedding(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)], True),
+    ):
+        with pytest.raises(PlanError, match="w is shared by"):
+            check_tie("w", users, here=here, apart=False)
+    with pytest.raises(PlanError):
+        check_tie("w", [nn.Embedding(2, 2), nn.Linear(2, 2)], here=True, apart=True)
+
+
+def test_the_default_settings_are_private() -> None:
+    config = PrivacyConfig(noise_multiplier=1.0)
+    assert config.is_private
+    assert config.clipping == "flat"
