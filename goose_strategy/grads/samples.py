@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from goose_strategy.errors import PrivacyError
+
 if TYPE_CHECKING:
     from goose_strategy.grads.store import WeightGradStore
 
@@ -67,7 +69,12 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         param, store = ctx.param, ctx.store
-        # Raises where nobody collects: one gradient for all samples is not what was asked for.
+        if not store.active:
+            raise PrivacyError(
+                "a backward outside of model(**batch) with labels reached a parameter whose "
+                "gradients are wanted per sample; let the model's own call compute the loss "
+                "(labels=..., or PipelineConfig(loss_fn=...)), or detach what it returned."
+            )
         store.push(SampleOwed(param, grad.reshape(grad.shape[0], *param.shape)))
         return None, None, None, None
 

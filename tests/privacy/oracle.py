@@ -110,9 +110,13 @@ def start(case: PrivateCase) -> tuple[ParallelRuntime, Any, torch.optim.Optimize
     """Start a case's mesh and shard its model; inside a world."""
     runtime = ParallelRuntime(case.config())
     runtime.start(torch.device("cpu"), timeout=DEADLINE)
-    model = case.model()
-    optimizer = OPTIMIZERS[case.optimizer]([p for p in model.parameters() if p.requires_grad])
-    handle = runtime.shard_module(model, optimizers=[optimizer])
+    try:
+        model = case.model()
+        optimizer = OPTIMIZERS[case.optimizer]([p for p in model.parameters() if p.requires_grad])
+        handle = runtime.shard_module(model, optimizers=[optimizer])
+    except BaseException:
+        runtime.stop()
+        raise
     return runtime, handle, optimizer
 
 
@@ -168,7 +172,7 @@ def run_call(
     for rank, seen in enumerate(ranks):
         replica = rank // case.tp % case.dp
         known = by_replica.setdefault(replica, seen.norms)
-        same = by_stage or torch.equal(known, seen.norms)
+        same = by_stage or torch.equal(known.nan_to_num(), seen.norms.nan_to_num())
         assert same, f"rank {rank} has other norms than its replica"
         assert seen.loss == ranks[0].loss, f"rank {rank} has another loss"
     return Clipped(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -148,7 +147,10 @@ def test_a_mean_over_the_tokens_of_a_batch_moves_it_by_more() -> None:
     model = tiny_model("llama", tied=True)
     batch = batches(1, batch_size=8, padded=False)[0]
     for row in range(7):
+        batch["input_ids"][row] = batch["input_ids"][0]
+        batch["labels"][row] = batch["input_ids"][0]
         batch["labels"][row, 2:] = IGNORED
+    limit = 0.0
 
     def clipped_sum(rows: int) -> Tensor:
         labels = batch["labels"][:rows]
@@ -160,10 +162,15 @@ def test_a_mean_over_the_tokens_of_a_batch_moves_it_by_more() -> None:
             loss = per_sample_losses(logits, labels[row : row + 1]).sum() * valid / count
             parts = torch.autograd.grad(loss, list(model.parameters()))
             flat = torch.cat([part.reshape(-1) for part in parts])
-            total.append(flat * min(1.0, 1.0 / float(flat.norm())))
+            norms.append(float(flat.norm()))
+            total.append(flat * min(1.0, limit / float(flat.norm())))
         return torch.stack(total).sum(0)
 
-    assert float((clipped_sum(8) - clipped_sum(7)).norm()) > 1.1
+    norms: list[float] = []
+    clipped_sum(7)
+    # Above it among seven rows, below among eight, whose last one has many tokens.
+    limit = 0.9 * norms[0]
+    assert float((clipped_sum(8) - clipped_sum(7)).norm()) > 1.1 * limit
 
 
 # -- rows that are not finite ---------------------------------------------------------------------
@@ -310,7 +317,8 @@ def flattened(runtime: Any, handle: Any, optimizer: Any) -> None:
 
 
 def a_second_optimizer(runtime: Any, handle: Any, optimizer: Any) -> None:
-    runtime.attach_optimizers(handle.module, [optimizer, torch.optim.SGD([], lr=0.1)])
+    other = torch.optim.SGD([next(handle.module.parameters())], lr=0.1)
+    runtime.attach_optimizers(handle.module, [optimizer, other])
 
 
 def a_second_module(runtime: Any, handle: Any, optimizer: Any) -> None:
@@ -325,7 +333,7 @@ REFUSED: dict[Act, tuple[str, str]] = {
     accumulated: ("PrivacyError", "cannot be accumulated"),
     clipped_again: ("ConfigError", "gradient_clip_val"),
     clipped_by_value: ("ConfigError", "gradient_clip_val"),
-    past_the_call: ("PrivacyError", "was not clipped|nobody|while none are collected"),
+    past_the_call: ("PrivacyError", "backward outside of model"),
     own_divisor: ("ScheduleError", "num_items_in_batch"),
     without_a_mark: ("PrivacyError", "carries no sample_mask"),
     one_draw_twice: ("PrivacyError", "draw 3 was used after"),
@@ -333,7 +341,7 @@ REFUSED: dict[Act, tuple[str, str]] = {
     a_weight_used_twice: ("ScheduleError", "used more than once"),
     a_kernel_past_the_layers: ("ScheduleError", "gate_proj.weight got a gradient"),
     flattened: ("ScheduleError", "before it is flattened"),
-    a_second_optimizer: ("ConfigError", "2 optimizers|parameter list"),
+    a_second_optimizer: ("ConfigError", "2 optimizers"),
     a_second_module: ("ConfigError", "covers one module"),
 }
 
@@ -362,7 +370,7 @@ def _played(act: Act) -> Outcome:
         except Exception as error:  # noqa: BLE001
             cause = f"{error} {error.__cause__}"
             now = dict(handle.module.named_parameters())
-            same = all(torch.equal(now[name], value) for name, value in before.items())
+            same = all(torch.equal(param, before[name]) for name, param in now.items())
             return Outcome(type(error).__name__, cause, same)
         return Outcome("nothing", "", True)
     finally:
@@ -457,6 +465,10 @@ def setup_error(ctx: Context, case: PrivateCase, change: Callable[[Any], None]) 
     return "nothing"
 
 
+def nothing(_model: Any) -> None:
+    """Change nothing."""
+
+
 def with_batch_norm(model: Any) -> None:
     model.model.norm = nn.BatchNorm1d(32, dtype=torch.float64)
 
@@ -470,8 +482,8 @@ def with_a_scale(model: Any) -> None:
     [
         (PrivateCase(), with_batch_norm, r"model.norm.weight \(BatchNorm1d\): a batch norm"),
         (PrivateCase(), with_a_scale, r"model.layers.1.scale \(LlamaDecoderLayer\)"),
-        (PrivateCase(family="mixtral"), lambda model: None, r"experts.gate_up_proj"),
-        (PrivateCase(family="opt"), lambda model: None, r"embed_positions.weight"),
+        (PrivateCase(family="mixtral"), nothing, r"experts.gate_up_proj"),
+        (PrivateCase(family="opt"), nothing, r"embed_positions.weight"),
     ],
     ids=["batch norm", "a scale", "experts", "other embeddings"],
 )
@@ -480,18 +492,14 @@ def test_a_parameter_without_a_rule_is_refused_by_name(
 ) -> None:
     import re
 
-    message = run_ranks(partial(setup_error), 1, case, change)[0]
+    message = run_ranks(setup_error, 1, case, change)[0]
     assert re.search(match, message), message
 
 
 def test_clipping_by_stage_refuses_a_weight_on_two_stages() -> None:
     case = replace(LLAMA, pp=2).clipped_at(1.0, clipping="per_stage")
-    for message in run_ranks(setup_error, 2, case, _nothing):
+    for message in run_ranks(setup_error, 2, case, nothing):
         assert "clipping='per_stage' cannot bound" in message
-
-
-def _nothing(_model: Any) -> None:
-    """Change nothing."""
 
 
 def test_ties_of_another_kind_are_refused() -> None:
