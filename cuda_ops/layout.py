@@ -1,8 +1,9 @@
 """What a shard of the optimizer is made of: kinds of storage and segments.
 
-Megatron's and apex's optimizers pass lists of tensors to their kernels, with sizes and chunk numbers
-in a table of 32-bit integers. Here a shard is one flat range; a sorted table of segments says what
-lies where. The three implementations (pure torch, CPU library, CUDA kernels) read the same tensors.
+Megatron's and apex's optimizers pass lists of tensors to their kernels, with sizes and chunk
+numbers in a table of 32-bit integers. Here a shard is one flat range; a sorted table of segments
+says what lies where. All implementations (pure torch, CPU library, CUDA kernels) read the same
+tensors.
 """
 
 from __future__ import annotations
@@ -121,12 +122,12 @@ class Shard:
 
     Attributes:
         main: How the main weights are kept.
-        weight: ``[n]`` bf16, the model's weights. For ``FP32`` it may be ``None``; where it is there,
-            it receives the main weights rounded to nearest.
+        weight: ``[n]`` bf16, the model's weights. For ``FP32`` it may be ``None``; where it is
+            there, it receives the main weights rounded to nearest.
         rest: What ``main`` needs beside the weight: ``[n]`` fp32 (the main weights), int16 or int8
             (the remainder), or ``None`` for ``BF16``.
-        exp_avg: ``[n]`` fp32, bf16 or float8_e4m3fn: the first moment, or the momentum; ``None`` for
-            SGD without momentum.
+        exp_avg: ``[n]`` fp32, bf16 or float8_e4m3fn: the first moment, or the momentum; ``None``
+            for SGD without momentum.
         exp_avg_scale: ``[n / 64]`` bf16, for float8_e4m3fn only.
         exp_avg_sq: ``[n]`` fp32, bf16 or uint8 (codes of the fourth root); ``ADAM`` only.
         exp_avg_sq_scale: ``[n / 64]`` fp32, for uint8 only.
@@ -216,8 +217,8 @@ class Shard:
 def rounding_key(name: str, tp_rank: int | None = None) -> int:
     """Return the key of the stochastic rounding of a parameter.
 
-    It depends on nothing that a layout changes: copies of a tied or replicated parameter round alike
-    everywhere, and so does a shard of another size.
+    It depends on nothing that a layout changes: copies of a tied or replicated parameter round
+    alike everywhere, and so does a shard of another size.
 
     Args:
         name: The parameter's name; one name for all copies of a tied parameter.

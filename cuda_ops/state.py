@@ -57,14 +57,15 @@ class Derived(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class StepState:
-    """What all shards of one optimizer share in a step: tensors on the device, never read by a step.
+    """What all shards of one optimizer share in a step: tensors on the device.
 
     Attributes:
         algorithm: The update rule.
         hyper: ``[groups, 8]`` fp64, columns ``Hyper``; may be written at any time.
-        powers: ``[groups, 2]`` fp64: the betas to the power of the steps taken, 1.0 before the first.
+        powers: ``[groups, 2]`` fp64: the betas to the power of the steps taken, 1.0 at first.
         derived: ``[groups, 12]`` fp32, columns ``Derived``; written by ``prepare``.
-        counters: ``[4]`` int64: steps taken, steps skipped, skipped in a row, skip this one (0 or 1).
+        counters: ``[4]`` int64: steps taken, steps skipped, skipped in a row, and whether to skip
+            this one (0 or 1).
         scalars: ``[4]`` fp32: factor of the gradients, norm, clip coefficient, unused.
     """
 
