@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import hashlib
 import os
 import platform
 import shutil
@@ -194,8 +195,12 @@ def _writable(folder: Path | None) -> Path:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock. The kernel drops it with its process, so it cannot go stale."""
-    path = folder / ".lock"
+    """Hold the folder's lock. The kernel drops it with its process, so it cannot go stale.
+
+    The file lies elsewhere: what is in the folder is packed into wheels.
+    """
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    path = Path(tempfile.gettempdir()) / f"goose3d-build-{os.getuid()}-{name}.lock"
     deadline = time.monotonic() + LOCK_SECONDS
     told = False
     with path.open("a+", encoding="utf-8") as file:

@@ -39,8 +39,22 @@ inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
 inline cudaError_t cudaSetDevice(int) { return 0; }
 inline const char* cudaGetErrorString(cudaError_t) { return "emulated"; }
 
-template <class T> T __ldcs(const T* p) { return *p; }
-template <class T> void __stcs(T* p, T v) { *p = v; }
+template <class T>
+const T* check_alignment(const T* p) {
+  if ((uintptr_t)p % sizeof(T)) {
+    std::fprintf(stderr, "emulate: misaligned access of %zu bytes\n", sizeof(T));
+    std::abort();
+  }
+  return p;
+}
+template <class T>
+T __ldcs(const T* p) {
+  return *check_alignment(p);
+}
+template <class T>
+void __stcs(T* p, T v) {
+  *const_cast<T*>(check_alignment(p)) = v;
+}
 
 namespace emulate {
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ class Variant:
 
 
 def variants() -> list[Variant]:
-    """Return every combination that there is: 118."""
+    """Return every combination that there is: 128."""
     grads = (torch.float32, torch.bfloat16)
     adam = [(Algorithm.ADAM, m, v) for m, v in itertools.product(MOMENTS, MOMENTS)]
     lion = [(Algorithm.LION, m, Moment.NONE) for m in MOMENTS]
@@ -108,7 +108,7 @@ def cut(segments: Sequence[Segment], begin: int, end: int) -> list[Segment]:
 
 
 def gradients(variant: Variant, steps: int, numel: int = NUMEL) -> list[Tensor]:
-    """Return gradients of very different sizes; the second one has a NaN, so its step is skipped."""
+    """Return gradients of very different sizes; a NaN in the second one makes its step skip."""
     generator = torch.Generator().manual_seed(steps)
     sizes = 10 ** (torch.rand(numel, generator=generator) * 8 - 8)
     made = []
@@ -133,7 +133,9 @@ def initial(numel: int = NUMEL) -> Tensor:
 Result = dict[str, Tensor]
 
 
-def train(implementation: Any, variant: Variant, *, steps: int = 3, shards: int = 1) -> Result:
+def train(
+    implementation: Any, variant: Variant, *, steps: int = 3, shards: int = 1, numel: int = NUMEL
+) -> Result:
     """Step a model of ``shards`` shards and return all tensors, concatenated over the shards.
 
     Args:
@@ -141,8 +143,8 @@ def train(implementation: Any, variant: Variant, *, steps: int = 3, shards: int 
         variant: What to step.
         steps: How many.
         shards: Into how many shards of whole chunks it is cut.
+        numel: Elements of the whole model.
     """
-    numel = NUMEL if shards == 1 else 2048 * 8
     size = numel // shards
     weights = initial(numel)
     state = new_state(variant)
@@ -196,6 +198,3 @@ def compare(
         if different:
             found[str(variant)] = different
     return found
-
-
-Trainer = Callable[..., Result]
