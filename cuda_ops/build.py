@@ -122,6 +122,12 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc")
 
 
+def lock_file(folder: Path) -> Path:
+    """Return the lock of a folder. It lies elsewhere: what is in the folder goes into wheels."""
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"goose3d-build-{os.getuid()}-{name}.lock"
+
+
 def _compile_cpu(out: Path) -> None:
     cxx = find_cxx()
     if cxx is None:
@@ -195,12 +201,8 @@ def _writable(folder: Path | None) -> Path:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock. The kernel drops it with its process, so it cannot go stale.
-
-    The file lies elsewhere: what is in the folder is packed into wheels.
-    """
-    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-    path = Path(tempfile.gettempdir()) / f"goose3d-build-{os.getuid()}-{name}.lock"
+    """Hold the folder's lock. The kernel drops it with its process, so it cannot go stale."""
+    path = lock_file(folder)
     deadline = time.monotonic() + LOCK_SECONDS
     told = False
     with path.open("a+", encoding="utf-8") as file:

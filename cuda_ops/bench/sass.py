@@ -1,8 +1,8 @@
 """What the compiler made of the kernels: ``python -m cuda_ops.bench.sass [--arch sm_90]``.
 
 A kernel at the memory's speed needs wide loads and stores, no spilled registers, and few enough
-instructions per byte. All of that can be read from the machine code on a machine without a GPU, with
-``pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm``.
+instructions per byte. All of that can be read from the machine code on a machine without a GPU,
+with ``pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm``.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def table(kernels: Sequence[Kernel]) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| `{k.name}` | {k.registers} | {k.spills} | {k.loads16} | {k.stores16} | {k.instructions} |"
+        f"| `{k.name}` | {k.registers} | {k.spills} | {k.loads16} | {k.stores16} "
+        f"| {k.instructions} |"
         for k in kernels
     ]
     return lines

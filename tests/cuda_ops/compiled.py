@@ -1,4 +1,4 @@
-"""Libraries for the tests: the CPU library, and the CUDA kernels compiled by g++ for the emulator."""
+"""Libraries for the tests: the CPU library, and the CUDA kernels for the emulator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _FEWER = {
         ("case GOOSE_MAIN_SPLIT16: return first_of<ALGORITHM, GOOSE_MAIN_SPLIT16>(a, stream);", ""),
         ("case GOOSE_MAIN_BF16: return first_of<ALGORITHM, GOOSE_MAIN_BF16>(a, stream);", ""),
         (
-            "case GOOSE_MOMENT_BF16: return second_of<ALGORITHM, MAIN, GOOSE_MOMENT_BF16>(a, stream);",
+            "case GOOSE_MOMENT_BF16: return second_of<ALGORITHM, MAIN, "
+            "GOOSE_MOMENT_BF16>(a, stream);",
             "",
         ),
     )

@@ -1,7 +1,7 @@
-"""Steps a few variants with an emulated library in a process of its own, which may be sanitized.
+"""Steps a few variants with a library in a process of its own, which may be sanitized.
 
-``python -m tests.cuda_ops.worker LIBRARY CPU_LIBRARY [misaligned]`` prints what differs from the CPU
-library, as JSON. A sanitizer or the emulator ends the process instead.
+``python -m tests.cuda_ops.worker LIBRARY CPU_LIBRARY [misaligned]`` prints what differs from the
+CPU library, as JSON. A sanitizer or the emulator ends the process instead.
 """
 
 from __future__ import annotations

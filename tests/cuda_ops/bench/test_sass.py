@@ -1,4 +1,4 @@
-"""The machine code of the kernels: nothing spilled, wide accesses, a bounded number of instructions."""
+"""The machine code: nothing spilled, wide accesses, a bounded number of instructions."""
 
 from __future__ import annotations
 
