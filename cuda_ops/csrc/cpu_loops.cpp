@@ -294,31 +294,69 @@ void step(const goose_step_args& a) {
 
 // ------------------------------------------------------------------------------------------ norm
 
-// The tree of kernels.cuh: 256 threads of eight elements, halves of a warp, halves of the warps.
-void chunk_partial(const goose_segments& s, int64_t chunk, const float* __restrict x, int n, double* out) {
-  alignas(64) float sums[CHUNK / VECTOR], s4[CHUNK / 2], s2[CHUNK / 4];
-  for (int t = 0; t < n / VECTOR; ++t)
+// Sums of eight squares each, in the order of sum8. n is a multiple of 64.
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define GOOSE_SHUFFLE 1
+#endif
+#endif
+void sums_of_eight(const float* __restrict x, int n, float* __restrict out) {
+#if defined(GOOSE_SHUFFLE)
+  typedef float V __attribute__((vector_size(64), aligned(4), may_alias));
+  typedef float H __attribute__((vector_size(32), aligned(4), may_alias));
+  for (int i = 0; i < n; i += 64) {
+    V q[4], fours[2];
     for (int k = 0; k < 4; ++k) {
-      const float a = x[8 * t + k], b = x[8 * t + 4 + k];
-      s4[4 * t + k] = add(mul(a, a), mul(b, b));
+      q[k] = *(const V*)(x + i + 16 * k);
+      q[k] = q[k] * q[k];
     }
-  for (int t = 0; t < n / VECTOR; ++t)
-    for (int k = 0; k < 2; ++k) s2[2 * t + k] = add(s4[4 * t + k], s4[4 * t + 2 + k]);
-  for (int t = 0; t < n / VECTOR; ++t) sums[t] = add(s2[2 * t], s2[2 * t + 1]);
+    for (int k = 0; k < 2; ++k) {
+      const V a = q[2 * k], b = q[2 * k + 1];
+      fours[k] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+                 __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    }
+    const V a = fours[0], b = fours[1];
+    const V twos = __builtin_shufflevector(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+                   __builtin_shufflevector(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+    *(H*)(out + i / 8) = __builtin_shufflevector(twos, twos, 0, 2, 4, 6, 8, 10, 12, 14) +
+                         __builtin_shufflevector(twos, twos, 1, 3, 5, 7, 9, 11, 13, 15);
+  }
+#else
+  for (int t = 0; t < n / VECTOR; ++t) out[t] = sum8(x + VECTOR * t);
+#endif
+}
+
+template <int HALF>
+inline void fold(double* __restrict x) {
+  for (int lane = 0; lane < HALF; ++lane) x[lane] = add(x[lane], x[lane + HALF]);
+}
+
+// The tree of kernels.cuh: 256 threads of eight elements, halves of a warp, halves of the warps.
+void chunk_partial(const goose_segments& s, int64_t chunk, const float* x, int n, double* out) {
+  alignas(64) float sums[CHUNK / VECTOR];
+  sums_of_eight(x, n, sums);
   alignas(64) double tree[CHUNK / VECTOR] = {0};
   int64_t segment = s.chunk_segment[chunk];
   for (int t = 0; t < n / VECTOR;) {
     const int64_t next = segment + 1 < s.count ? s.start[segment + 1] - chunk * CHUNK : n;
     const int stop = (int)smaller(next, n) / VECTOR;
     const float weight = s.norm_weight[segment];
-    for (; t < stop; ++t) tree[t] = weigh(sums[t], weight);
+    if (weight == 1.0f) {  // almost always; a product with 1 is exact
+      for (; t < stop; ++t) tree[t] = (double)sums[t];
+    } else {
+      for (; t < stop; ++t) tree[t] = weigh(sums[t], weight);
+    }
     ++segment;
   }
-  for (int half = 16; half; half >>= 1)
-    for (int warp = 0; warp < CHUNK / VECTOR; warp += 32)
-      for (int lane = 0; lane < half; ++lane) tree[warp + lane] = add(tree[warp + lane], tree[warp + lane + half]);
   double warps[8];
-  for (int w = 0; w < 8; ++w) warps[w] = tree[32 * w];
+  for (int w = 0; w < 8; ++w) {
+    double* lanes = tree + 32 * w;
+    fold<16>(lanes);
+    fold<8>(lanes);
+    fold<4>(lanes);
+    fold<2>(lanes);
+    warps[w] = add(lanes[0], lanes[1]);
+  }
   for (int half = 4; half; half >>= 1)
     for (int w = 0; w < half; ++w) warps[w] = add(warps[w], warps[w + half]);
   *out = warps[0];
