@@ -7,18 +7,7 @@ import random
 import pytest
 import torch
 
-from cuda_ops.bindings import Library
-from cuda_ops.layout import (
-    BLOCK,
-    Main,
-    Moment,
-    Segments,
-    Shard,
-    chunks_of,
-)
-from cuda_ops.reference.calls import Reference
-from cuda_ops.state import Algorithm
-from tests.cuda_ops.cases import (
+from cuda_ops.bench.cases import (
     MOMENTS,
     NUMEL,
     SEGMENTS,
@@ -30,6 +19,17 @@ from tests.cuda_ops.cases import (
     train,
     variants,
 )
+from cuda_ops.bindings import Library
+from cuda_ops.layout import (
+    BLOCK,
+    Main,
+    Moment,
+    Segments,
+    Shard,
+    chunks_of,
+)
+from cuda_ops.reference.calls import Reference
+from cuda_ops.state import Algorithm
 
 MAINS = tuple(Main)
 WHOLE = 2048 * 8
@@ -218,7 +218,7 @@ class Guarded:
         return whole[self.MARGIN : -self.MARGIN].view(tensor.dtype)
 
     def step(self, implementation: Library, variant: Variant) -> None:
-        from tests.cuda_ops.cases import gradients, initial, new_shard, new_state
+        from cuda_ops.bench.cases import gradients, initial, new_shard, new_state
 
         plain = new_shard(variant, self.NUMEL)
         names = ("weight", "rest", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")

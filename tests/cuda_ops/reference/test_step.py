@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from cuda_ops.layout import BLOCK, Main, Moment, Segment, Segments, Shard, chunks_of, rounding_key
-from cuda_ops.reference.calls import Reference
-from cuda_ops.state import Algorithm, Hyper, StepState
-from tests.cuda_ops.cases import (
+from cuda_ops.bench.cases import (
     SEGMENTS,
     Variant,
     equal_bits,
@@ -20,6 +17,9 @@ from tests.cuda_ops.cases import (
     new_shard,
     new_state,
 )
+from cuda_ops.layout import BLOCK, Main, Moment, Segment, Segments, Shard, chunks_of, rounding_key
+from cuda_ops.reference.calls import Reference
+from cuda_ops.state import Algorithm, Hyper, StepState
 
 NUMEL = 2048 + 64 * 3
 BORDER = 1024
