@@ -99,7 +99,16 @@ def sanitized_cpu_library(folder: Path, flags: Sequence[str]) -> Path:
         options = ("-DGOOSE_TABLE=table_baseline", "-DGOOSE_BASELINE_ONLY", f"-I{CSRC}")
         sources = (str(CSRC / "cpu.cpp"), str(CSRC / "cpu_loops.cpp"))
         assert CXX is not None
-        command = [CXX, "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", *flags, *options]
+        command = [
+            CXX,
+            "-std=c++17",
+            "-ffp-contract=off",
+            "-fPIC",
+            "-pthread",
+            "-shared",
+            *flags,
+            *options,
+        ]
         subprocess.run([*command, *sources, "-o", str(made)], check=True, capture_output=True)
         made.replace(path)
     return path

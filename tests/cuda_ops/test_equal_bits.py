@@ -250,3 +250,16 @@ def test_segments_are_cut_for_any_border() -> None:
         whole = [s for s in SEGMENTS if s.start <= begin][-1]
         assert parts[0].start == 0
         assert parts[0].first == whole.first + begin - whole.start
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_threads_make_no_difference(
+    threads: int, cpu: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 500 chunks and a part of one, so that 7 threads have shares of different sizes.
+    numel = 2048 * 500 + 64
+    for variant in (FEW[2], FEW[4]):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+        alone = train(cpu, variant, numel=numel, steps=1)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        assert differences(alone, train(cpu, variant, numel=numel, steps=1)) == []
