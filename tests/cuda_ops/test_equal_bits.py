@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +31,9 @@ from cuda_ops.layout import (
     chunks_of,
 )
 from cuda_ops.reference.calls import Reference
+from cuda_ops.sources import CXX_FLAGS, INSTRUCTION_SETS
 from cuda_ops.state import Algorithm
+from tests.cuda_ops.compiled import cpu_library_with
 
 MAINS = tuple(Main)
 WHOLE = 2048 * 8
@@ -263,3 +267,21 @@ def test_threads_make_no_difference(
         alone = train(cpu, variant, numel=numel, steps=1)
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
         assert differences(alone, train(cpu, variant, numel=numel, steps=1)) == []
+
+
+X86 = platform.machine() in ("x86_64", "AMD64")
+
+
+@pytest.mark.parametrize("table", ["table_baseline", "table_v3"])
+def test_instruction_sets_make_no_difference(table: str, built: Path, cpu: Library) -> None:
+    if table != "table_baseline" and not (X86 and cpu.built_for in ("AVX2", "AVX-512")):
+        pytest.skip("this processor has no AVX2")
+    flags = (*CXX_FLAGS, *INSTRUCTION_SETS[table])
+    assert compare(cpu, Library(cpu_library_with(built, flags)), variants()) == {}
+
+
+def test_fused_multiply_add_would_be_found(built: Path, cpu: Library) -> None:
+    if not (X86 and cpu.built_for in ("AVX2", "AVX-512")):
+        pytest.skip("this processor has no fused multiply-add that is known here")
+    fused = ("-O3", "-ffp-contract=fast", "-march=x86-64-v3")
+    assert compare(cpu, Library(cpu_library_with(built, fused)), FEW[:1]) != {}
