@@ -1,4 +1,4 @@
-"""Stages of equal work: what each layer costs, and the best cut for it.
+"""Stages of equal work: what each layer costs, counted.
 
 torch's pipelining cuts where it is told to, Megatron by number of layers. Behind the last layer
 comes the head, in a small model with a large vocabulary as much work as three layers, and a
@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
+from goose_strategy.pipeline_parallel.minmax import Load
+
 if TYPE_CHECKING:
     from goose_strategy.pipeline_parallel.stack import StackInfo
 
 
 class Work(NamedTuple):
-    """Multiplications per token, forward only.
+    """What each part of a model costs in one unit: multiplications per token, or time.
 
     Attributes:
         before: Of what comes before the first layer.
@@ -30,6 +32,13 @@ class Work(NamedTuple):
     before: int
     layers: tuple[int, ...]
     after: int
+
+    def load(self, stages: int) -> Load:
+        """Return it as what some stages cost: the first one has the front, the last the head."""
+        base = [0] * stages
+        base[0] += self.before
+        base[-1] += self.after
+        return Load(self.layers, tuple(base))
 
 
 def count_work(model: nn.Module, info: StackInfo) -> Work:
@@ -73,39 +82,3 @@ def _active_share(model: nn.Module) -> float:
         if isinstance(experts, int) and isinstance(chosen, int) and experts >= chosen > 0:
             return chosen / experts
     return 1.0
-
-
-def balance(work: Work, stages: int) -> list[int]:
-    """Cut layers into contiguous stages so that the slowest is as fast as possible.
-
-    Exact, by dynamic programming over the first layers and stages. Among cuts with the same
-    slowest stage the one with the smallest sum of squares is taken, then the one with fewer layers
-    in front: the further forward a stage is, the more microbatches' activations it holds.
-
-    Args:
-        work: What everything costs.
-        stages: Number of stages, at most the number of layers.
-
-    Returns:
-        The number of layers of each stage, all at least 1.
-    """
-    sums = [0]
-    for cost in work.layers:
-        sums.append(sums[-1] + cost)
-    last = len(work.layers)
-    # best[n]: slowest stage, sum of squares and counts of the first n layers in `stage` stages.
-    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
-    for stage in range(stages):
-        further: dict[int, tuple[int, int, list[int]]] = {}
-        left = stages - stage - 1
-        for stop in range(stage + 1, last - left + 1) if left else [last]:
-            found = []
-            for start, (slowest, squares, counts) in best.items():
-                if start < stop:
-                    cost = sums[stop] - sums[start]
-                    cost += work.before * (stage == 0) + work.after * (left == 0)
-                    total = squares + cost * cost
-                    found.append((max(slowest, cost), total, [*counts, stop - start]))
-            further[stop] = min(found)
-        best = further
-    return best[last][2]

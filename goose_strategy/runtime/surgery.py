@@ -33,6 +33,7 @@ from goose_strategy.pipeline_parallel.partition import partition_layers
 from goose_strategy.pipeline_parallel.probe import probe_model
 from goose_strategy.pipeline_parallel.recompute import choose_modules, recompute_modules
 from goose_strategy.pipeline_parallel.stage import PipelineStage, cut_model
+from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 from goose_strategy.tensor_parallel.head import HeadSwitch, causal_lm_loss
 from goose_strategy.tensor_parallel.parallelize import (
     check_cut,
@@ -214,7 +215,7 @@ def _cut_depth(
     owners = [m for m in lm.modules() if any(True for _ in m.parameters(recurse=False))]
     unread = any(param.is_meta for param in lm.parameters())
     info = probe_model(runnable_twin(lm, mesh.device) if unread else lm)
-    bounds = partition_layers(config.pipeline.partition, count_work(lm, info), mesh.pp_size)
+    bounds = partition_layers(config.pipeline.partition, count_work(lm, info), Chunks(mesh.pp_size))
     surgery.stage = cut_model(lm, info, bounds, mesh.pp_rank)
     surgery.emptied = [m for m in owners if not any(True for _ in m.parameters(recurse=False))]
     surgery.tied = {

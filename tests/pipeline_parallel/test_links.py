@@ -22,6 +22,7 @@ from goose_strategy.pipeline_parallel.microbatch import split_batch
 from goose_strategy.pipeline_parallel.partition import partition_layers
 from goose_strategy.pipeline_parallel.probe import probe_model
 from goose_strategy.pipeline_parallel.stage import PipelineStage, cut_model
+from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 from tests.harness.compare import assert_close_named
 from tests.harness.worker import Context
 from tests.harness.world import RankFailure, run_ranks
@@ -39,7 +40,7 @@ def make_mesh(ctx: Context, pp: int) -> ParallelMesh:
 def make_stage(family: str, mesh: ParallelMesh, *, tied: bool = False) -> PipelineStage:
     model = model_of(family, tied=tied)
     info = probe_model(model)
-    bounds = partition_layers("uniform", count_work(model, info), mesh.pp_size)
+    bounds = partition_layers("uniform", count_work(model, info), Chunks(mesh.pp_size))
     return cut_model(model, info, bounds, mesh.pp_rank)
 
 

@@ -19,6 +19,7 @@ from goose_strategy.pipeline_parallel.links import StageLinks
 from goose_strategy.pipeline_parallel.partition import partition_layers
 from goose_strategy.pipeline_parallel.probe import probe_model
 from goose_strategy.pipeline_parallel.stage import PipelineStage, cut_model
+from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 
 WAIT_S = 20.0
 
@@ -133,7 +134,7 @@ def make_pipeline(
     """Cut copies of a model into stages and link them; ``model`` itself stays whole."""
     config = config or PipelineConfig()
     info = probe_model(model, example)
-    bounds = partition_layers(config.partition, count_work(model, info), pp)
+    bounds = partition_layers(config.partition, count_work(model, info), Chunks(pp))
     stages = [cut_model(copy.deepcopy(model), info, bounds, stage) for stage in range(pp)]
     forward = [QueueLink() for _ in range(pp - 1)]
     backward = [QueueLink() for _ in range(pp - 1)]
