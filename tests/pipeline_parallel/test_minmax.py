@@ -46,9 +46,8 @@ def draws(draw: random.Random, number: int, low: int, high: int) -> tuple[int, .
 def test_chains_and_vs_are_the_best_there_are(style: str) -> None:
     draw = random.Random(7)
     for _ in range(150):
-        chunks = (
-            Chunks(draw.randint(1, 5)) if style == "chain" else Chunks(draw.randint(1, 3), 2, "v")
-        )
+        ranks = draw.randint(1, 5 if style == "chain" else 3)
+        chunks = Chunks(ranks) if style == "chain" else Chunks(ranks, 2, "v")
         layers = draw.randint(chunks.stages, 9)
         load = random_load(draw, layers, chunks.stages)
         best = min(every_cut(layers, chunks.stages), key=lambda b: score(load, chunks, b))
@@ -77,7 +76,7 @@ def test_loops_of_any_layers_are_nearly_so() -> None:
         found = score(load, chunks, best_cut(load, chunks))
         ratios.append(found[0] / best[0])
     assert min(ratios) == 1
-    assert sum(ratio > 1 for ratio in ratios) <= 5
+    assert sum(ratio > 1 for ratio in ratios) <= 10
     assert max(ratios) < 1.1
 
 
