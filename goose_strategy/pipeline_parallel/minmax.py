@@ -5,13 +5,14 @@ their sum, and a cut that is best for the stages need not be best for the ranks.
 whole numbers (multiplications, nanoseconds, bytes), so that a tie is a tie.
 
 One stage per rank and the V are exact. For a loop of several stages per rank the sums couple all
-stages, and the best of two starts is improved layer by layer; where all layers cost the same, that
+stages, and the best of some starts is improved layer by layer; where all layers cost the same, that
 is exact, too.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 Bounds: TypeAlias = tuple[int, ...]
 _Grade: TypeAlias = tuple[int, ...]
+_MORE_STARTS = 6
 _Outside: TypeAlias = tuple[int, int]
 """Layers in front of what is left, and the end of it."""
 
@@ -96,6 +98,11 @@ def best_cut(load: Load, chunks: Chunks) -> Bounds:
         return _chain(load, chunks.stages)
     layers = len(load.layers)
     starts = {_even(layers, chunks.stages), _chain(load, chunks.stages)}
+    # Where layers differ, a few more starts find what the first two miss; the same on every rank.
+    draw = random.Random(0)
+    for _ in range(_MORE_STARTS if len(set(load.layers)) > 1 else 0):
+        inner = draw.sample(range(1, layers), chunks.stages - 1)
+        starts.add((0, *sorted(inner), layers))
     improved = [_improve(load, chunks, start) for start in sorted(starts)]
     found = min(improved, key=lambda bounds: (_score(load, chunks, bounds), bounds))
     if chunks.style == "loop":
