@@ -10,6 +10,7 @@ the device. Attention between tokens is left out, as its share depends on the le
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
@@ -18,6 +19,7 @@ from goose_strategy.pipeline_parallel.minmax import Load
 
 if TYPE_CHECKING:
     from goose_strategy.pipeline_parallel.stack import StackInfo
+    from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 
 
 class Work(NamedTuple):
@@ -63,6 +65,49 @@ def count_work(model: nn.Module, info: StackInfo) -> Work:
         before += own * (0 in calls)
         after += own * (info.num_layers in calls)
     return Work(before, layers, after)
+
+
+class Parts(NamedTuple):
+    """The parameters of each part of a model; one that is tied may be in two parts.
+
+    Attributes:
+        before: Of the modules that are called before the first layer.
+        layers: Of each layer.
+        after: Of the modules that are called after the last layer.
+    """
+
+    before: tuple[nn.Parameter, ...]
+    layers: tuple[tuple[nn.Parameter, ...], ...]
+    after: tuple[nn.Parameter, ...]
+
+    def work(self, cost: Callable[[nn.Parameter], int]) -> Work:
+        """Return what a cost of each parameter makes for each part."""
+        layers = tuple(sum(map(cost, layer)) for layer in self.layers)
+        return Work(sum(map(cost, self.before)), layers, sum(map(cost, self.after)))
+
+    def held_by(self, chunks: Chunks) -> Parts:
+        """Return the parts without what the rank of the last stage has in the first one, too."""
+        if chunks.holders[0] != chunks.holders[-1]:
+            return self
+        known = {id(param) for param in self.before}
+        return self._replace(after=tuple(p for p in self.after if id(p) not in known))
+
+
+def model_parts(model: nn.Module, info: StackInfo) -> Parts:
+    """Return the parameters of every layer and of what is around them.
+
+    Args:
+        model: The whole model, on any device.
+        info: Where its layers are.
+    """
+    layers = tuple(tuple(model.get_submodule(call.name).parameters()) for call in info.layers)
+    before: list[nn.Parameter] = []
+    after: list[nn.Parameter] = []
+    for name, calls in info.segments.items():
+        own = list(model.get_submodule(name).parameters(recurse=False))
+        before += own * (0 in calls)
+        after += own * (info.num_layers in calls)
+    return Parts(tuple(before), layers, tuple(after))
 
 
 def _matrices(layer: nn.Module, active: float) -> int:
