@@ -27,7 +27,7 @@ MOST_PER_RANK = 4
 """More stages per rank are tried only if they are asked for: messages eat what they gain."""
 _LATENCY_NS = 20_000
 _NS_PER_BYTE = 1 / 8
-"""A message between two ranks: 20 us and 8 GB/s. To measure it, all ranks would have to take part."""
+"""A message between ranks: 20 us and 8 GB/s. To measure it, all ranks would have to take part."""
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,9 @@ def _place(tensor: Tensor) -> int:
 
 def _copied(module: nn.Module, sample: Sample, memo: Mapping[int, Any]) -> nn.Module:
     """Copy a module to the device, in training mode, without anybody's hooks."""
-    hooks = {id(getattr(part, name)): OrderedDict() for part in module.modules() for name in HOOKS}
+    hooks: dict[int, Any] = {
+        id(getattr(part, name)): OrderedDict() for part in module.modules() for name in HOOKS
+    }
     return sample.copied(module, {**memo, **hooks}).to(sample.device).train()
 
 

@@ -48,7 +48,7 @@ class Memory:
         return [stays + layer for stays, layer in zip(resident, most, strict=True)]
 
     def activations(self, bounds: Sequence[int]) -> list[int]:
-        """Return, per stage, the bytes that one microbatch leaves from ``F`` (or ``R``) to ``B``."""
+        """Return, per stage, the bytes one microbatch leaves from ``F`` (or ``R``) to ``B``."""
         return self._activations(len(bounds) - 1).by_stage(bounds)
 
     def inputs(self, stages: int) -> list[int]:
