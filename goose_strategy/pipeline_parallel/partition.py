@@ -49,8 +49,8 @@ def partition_layers(partition: str | Sequence[int], work: Work | Load, chunks: 
         counts = list(partition)
     if len(counts) != stages:
         raise ConfigError(
-            f"partition={counts} lists {len(counts)} stages but {_sizes(chunks)}; list one number "
-            "of layers per stage.",
+            f"partition={counts} lists {len(counts)} stages but {chunks.describe()}; list one "
+            "number of layers per stage.",
             axis="pp",
         )
     if sum(counts) != layers or min(counts) < 1:
@@ -76,16 +76,10 @@ def check_stages(layers: int, chunks: Chunks) -> None:
         advice = f"choose at most {fewer} per rank (another schedule, if it needs more), or pp <= "
         advice += str(max(layers // chunks.per_rank, 1))
     raise PlanError(
-        f"{_sizes(chunks)}{', which' * (chunks.per_rank > 1)} is more than the model's {layers} "
-        f"layers; every stage needs one, {advice}.",
+        f"{chunks.describe()} is more than the model's {layers} layers; every "
+        f"stage needs one, {advice}.",
         axis="pp",
     )
-
-
-def _sizes(chunks: Chunks) -> str:
-    if chunks.per_rank == 1:
-        return f"pp={chunks.ranks}"
-    return f"pp={chunks.ranks} with {chunks.per_rank} stages per rank makes {chunks.stages}"
 
 
 def _uniform(layers: int, stages: int) -> list[int]:

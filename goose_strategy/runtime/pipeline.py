@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from goose_strategy.comm.watchdog import Watchdog
     from goose_strategy.data_parallel.call import CallGrads
     from goose_strategy.data_parallel.reducer import Reducer
-    from goose_strategy.pipeline_parallel.stage import PipelineStage
+    from goose_strategy.pipeline_parallel.stage import ModelPart
     from goose_strategy.runtime.batch import Batch
     from goose_strategy.runtime.handle import Handle
 
@@ -40,17 +40,17 @@ class PipelineCall:
 
     Args:
         model: The sharded model.
-        stage: This rank's stage of it.
+        part: This rank's stages of it.
         watchdog: Guards every action, or ``None``.
     """
 
-    def __init__(self, model: Handle, stage: PipelineStage, watchdog: Watchdog | None) -> None:
+    def __init__(self, model: Handle, part: ModelPart, watchdog: Watchdog | None) -> None:
         self._model = model
         self._mesh = model.mesh
         self._config = model.config.pipeline
         self.engine = Engine(
-            stage,
-            connect_stages(model.mesh),
+            part,
+            connect_stages(model.mesh, part.chunks),
             self._config,
             rank=model.mesh.rank,
             guard=None if watchdog is None else watchdog.guard,
@@ -108,7 +108,7 @@ class PipelineCall:
         result = self.engine.run(
             microbatches,
             train=True,
-            before_last_backward=reducer.last_backward,
+            completing=reducer.completing,
             want_logits=want_logits,
         )
         with self._model.watch("gradient reduction"):
@@ -120,7 +120,7 @@ class PipelineCall:
         mesh, model = self._mesh, self._model
         dtype = model.surgery.loss_dtype
         pair = torch.zeros(2, dtype=dtype, device=mesh.device)
-        if mesh.is_last_stage and mesh.tp_rank == 0 and result.loss is not None:
+        if result.loss is not None and mesh.tp_rank == 0:
             pair[0] = result.loss
             pair[1] = 1 if result.count is None else result.count
         with model.watch("the sum of the loss"):
@@ -143,7 +143,8 @@ class PipelineCall:
         known = next((meta for meta in every if meta is not None), None)
         if known is None:
             raise ScheduleError("The last stage returned no logits.", rank=mesh.rank)
-        source = mesh.layout.stage_rank(mesh.rank, mesh.pp_size - 1)
+        chunks = self.engine.part.chunks
+        source = mesh.layout.stage_rank(mesh.rank, chunks.rank_of(chunks.stages - 1))
         received = []
         for index, (shape, dtype) in enumerate(known):
             if logits is not None:

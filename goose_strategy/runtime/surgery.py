@@ -24,6 +24,7 @@ from goose_strategy.compat.transformers import (
     tied_parameters,
 )
 from goose_strategy.errors import PlanError
+from goose_strategy.grads.store import WeightGradStore
 from goose_strategy.hub.twin import runnable_twin
 from goose_strategy.mesh.shard import ShardSpec
 from goose_strategy.models.registry import plan_for
@@ -32,8 +33,8 @@ from goose_strategy.pipeline_parallel.balance import count_work
 from goose_strategy.pipeline_parallel.partition import partition_layers
 from goose_strategy.pipeline_parallel.probe import probe_model
 from goose_strategy.pipeline_parallel.recompute import choose_modules, recompute_modules
-from goose_strategy.pipeline_parallel.stage import PipelineStage, cut_model
-from goose_strategy.pipeline_parallel.tables.chunks import Chunks
+from goose_strategy.pipeline_parallel.stage import ModelPart, cut_model
+from goose_strategy.tensor_parallel.defer import defer_weight_gradients
 from goose_strategy.tensor_parallel.head import HeadSwitch, causal_lm_loss
 from goose_strategy.tensor_parallel.parallelize import (
     check_cut,
@@ -57,8 +58,8 @@ class Surgery:
     Attributes:
         models: Names and causal LMs whose forward is ours.
         specs: Layout of every parameter, by its name in the user's module.
-        stage: This rank's stage, or ``None`` at ``pp=1``.
-        tied: Names of tied copies on this stage -> name of the weight on the first stage.
+        part: This rank's stages, or ``None`` at ``pp=1``.
+        tied: Names of tied copies on this rank -> name of the weight on the first rank.
         aliases: Name of a tied weight -> the further names that a plain state dict has for it.
         trains: Whether any parameter of the whole module is trainable.
         emptied: Modules whose own parameters live on other stages.
@@ -67,7 +68,7 @@ class Surgery:
 
     models: list[tuple[str, nn.Module]]
     specs: dict[str, ShardSpec] = field(default_factory=dict)
-    stage: PipelineStage | None = None
+    part: ModelPart | None = None
     tied: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, list[str]] = field(default_factory=dict)
     trains: bool = False
@@ -79,6 +80,14 @@ class Surgery:
         """Type of the loss: fp64 for fp64 models, else fp32."""
         wide = any(spec.dtype == torch.float64 for spec in self.specs.values())
         return torch.float64 if wide else torch.float32
+
+    @property
+    def stage_of(self) -> dict[str, int]:
+        """The stage of each parameter that only one of the rank's stages uses."""
+        if self.part is None:
+            return {}
+        prefix = self.models[0][0]
+        return {_join(prefix, name): stage for name, stage in self.part.stage_of.items()}
 
     @property
     def head(self) -> HeadSwitch | None:
@@ -148,7 +157,12 @@ def operate(
         head = output_embedding(lm)
         loss = causal_lm_loss(head[1] if head else None, gather_logits=gather, count=count)
         surgery.reversals.append(install_loss(lm, loss))
-    absent = surgery.stage.absent if surgery.stage is not None else []
+    part = surgery.part
+    if part is not None and splits_backward(config.pipeline.schedule):
+        store = WeightGradStore()
+        surgery.reversals.append(defer_weight_gradients(part.module, store))
+        surgery.part = replace(part, store=store)
+    absent = part.absent if part is not None else []
     for root, names in again:
         surgery.reversals.append(recompute_modules(root, names, absent=absent))
     surgery.specs = _all_specs(module, inside, surgery, mesh)
@@ -215,12 +229,13 @@ def _cut_depth(
     owners = [m for m in lm.modules() if any(True for _ in m.parameters(recurse=False))]
     unread = any(param.is_meta for param in lm.parameters())
     info = probe_model(runnable_twin(lm, mesh.device) if unread else lm)
-    bounds = partition_layers(config.pipeline.partition, count_work(lm, info), Chunks(mesh.pp_size))
-    surgery.stage = cut_model(lm, info, bounds, mesh.pp_rank)
+    chunks = config.pipeline.chunks(mesh.pp_size)
+    bounds = partition_layers(config.pipeline.partition, count_work(lm, info), chunks)
+    surgery.part = cut_model(lm, info, bounds, mesh.pp_rank, chunks)
     surgery.emptied = [m for m in owners if not any(True for _ in m.parameters(recurse=False))]
     surgery.tied = {
         _join(prefix, local): _join(prefix, canonical)
-        for local, canonical in surgery.stage.tied.items()
+        for local, canonical in surgery.part.tied.items()
     }
 
 

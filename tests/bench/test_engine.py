@@ -57,7 +57,7 @@ def test_the_bound_is_the_schedules_own() -> None:
 
 def test_the_fastest_step_counts() -> None:
     line = engine.read_line("GPipe", made_up(EngineJob(devices=2), timeout_s=600), jobs_of()[0])
-    assert (line.case, line.stages) == ("GPipe", 2)
+    assert (line.case, line.ranks) == ("GPipe", 2)
     assert line.bound_ms == pytest.approx(810)
     assert line.ours.wall_ms == pytest.approx(891)
     assert line.ratio == pytest.approx(1.1)
@@ -94,7 +94,7 @@ def test_gloo_is_told_where_any_rank_used_it() -> None:
 
 def test_options_make_the_jobs() -> None:
     assert jobs_of() == [EngineJob(devices=2), EngineJob(devices=4)]
-    jobs = jobs_of("--stages", "3", "2", "3", "--steps=1", "--no-shared-memory")
+    jobs = jobs_of("--ranks", "3", "2", "3", "--steps=1", "--no-shared-memory")
     assert [job.devices for job in jobs] == [3, 2]
     assert jobs[0].steps == 1
     assert not jobs[0].shared_memory
@@ -103,11 +103,11 @@ def test_options_make_the_jobs() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--stages", "1"], "stages=1 must be at least 2"),
+        (["--ranks", "1"], "ranks=1 must be at least 2"),
         (["--steps=0"], "steps=0"),
         (["--warmup=0"], "warmup=0"),
         (["--timeout=0"], "timeout=0"),
-        (["--microbatches=3"], "microbatches=3 is less than stages=4.*microbatches >= 4"),
+        (["--microbatches=3"], "microbatches=3 is less than ranks=4.*microbatches >= 4"),
         (["--steps=many"], "invalid int value: 'many'; see goose3d bench engine --help"),
         (["--rounds=2"], "unrecognized arguments: --rounds=2"),
     ],

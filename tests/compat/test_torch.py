@@ -13,6 +13,7 @@ from goose_strategy.compat.torch import (
     has_forward_hooks,
     inside_backward,
     plain_functions,
+    put_children,
     version_of,
 )
 from tests.harness.world import run_ranks
@@ -89,3 +90,13 @@ def test_hooks_behind_a_forward_are_seen():
     assert has_forward_hooks(module)
     handle.remove()
     assert not has_forward_hooks(module)
+
+
+def test_a_stage_runs_with_stand_ins_in_the_stack():
+    stack = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Identity()])
+    former, other = stack[0], torch.nn.Identity()
+    put_children(stack, {"0": other})
+    assert list(stack) == [other, stack[1]]
+    assert [name for name, _ in stack.named_parameters()] == []
+    put_children(stack, {"0": former})
+    assert stack[0] is former

@@ -38,7 +38,7 @@ class Held:
 
     def bytes(self) -> int:
         tensors = [box.tensor for box in self.saved]
-        for kept in (*self.step.kept.values(), *self.step.held.values()):
+        for kept in (*self.step.work._kept.values(), *self.step.work._held.values()):
             tensors += kept.received
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
         return sum(s.nbytes() for at, s in storages.items() if at not in self.ignored)
@@ -62,7 +62,7 @@ def held_at_peak(
 
     def noted(step: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
         init(step, engine, *args, **kwargs)
-        watched[engine.stage.index].step = step
+        watched[engine.part.rank].step = step
 
     monkeypatch.setattr(engine_module._Step, "__init__", noted)
 
@@ -72,7 +72,7 @@ def held_at_peak(
             yield
             held.look()
             if single[index] == 0 and what[1] == "R":
-                others = [kept.received for kept in held.step.kept.values()]
+                others = [kept.received for kept in held.step.work._kept.values()]
                 single[index] = held.bytes() - sum(t.nbytes for r in others for t in r)
 
         return guard

@@ -18,12 +18,12 @@ from goose_strategy.pipeline_parallel.config import PipelineConfig
 from goose_strategy.pipeline_parallel.engine import Engine
 from goose_strategy.pipeline_parallel.links import connect_stages
 from goose_strategy.pipeline_parallel.microbatch import split_batch
-from goose_strategy.pipeline_parallel.stage import PipelineStage
+from goose_strategy.pipeline_parallel.stage import ModelPart, PipelineStage
 from tests.harness.models import batches
 from tests.harness.worker import Context
 from tests.harness.world import run_ranks
 from tests.pipeline_parallel.cases import summed_loss
-from tests.pipeline_parallel.test_links import CPU, gradients_of, make_mesh, make_stage
+from tests.pipeline_parallel.test_links import CPU, gradients_of, make_mesh, make_part
 
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 ROWS, COLUMNS, MICROBATCHES = 8, 12, 4
@@ -44,8 +44,9 @@ class Adapter(nn.Module):
 
 
 def torch_gradients(
-    stage: PipelineStage, batch: dict[str, Tensor], schedule: str, group: Any
+    part: ModelPart, batch: dict[str, Tensor], schedule: str, group: Any
 ) -> dict[str, Tensor]:
+    (stage,) = part.stages
     labels = batch["labels"]
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     count = (labels[:, 1:] != -100).sum()
@@ -70,21 +71,21 @@ def torch_gradients(
     )
     arguments = (inputs["input_ids"],) if stage.is_first else ()
     runner.step(*arguments, target=labels if stage.is_last else None, **inputs)
-    return gradients_of(stage)
+    return gradients_of(part)
 
 
 def both(ctx: Context, schedule: str) -> dict[str, bool]:
     mesh = make_mesh(ctx, ctx.world_size)
-    stage = make_stage("qwen3", mesh)
+    part = make_part("qwen3", mesh)
     batch = batches(1, batch_size=ROWS, seq_len=COLUMNS)[0]
-    theirs = torch_gradients(stage, batch, schedule, mesh.pp_forward)
-    stage.module.zero_grad()
+    theirs = torch_gradients(part, batch, schedule, mesh.pp_forward)
+    part.module.zero_grad()
     config = PipelineConfig(schedule=schedule, num_microbatches=MICROBATCHES)
-    engine = Engine(stage, connect_stages(mesh), config, rank=ctx.rank)
+    engine = Engine(part, connect_stages(mesh), config, rank=ctx.rank)
     count = (batch["labels"][:, 1:] != -100).sum()
     parts = split_batch({**batch, "num_items_in_batch": count}, config, stages=ctx.world_size)
     engine.run(parts, train=True)
-    mine = gradients_of(stage)
+    mine = gradients_of(part)
     assert mine.keys() == theirs.keys()
     mesh.close()
     return {name: torch.equal(mine[name], theirs[name]) for name in mine}

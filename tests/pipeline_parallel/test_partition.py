@@ -92,11 +92,11 @@ def test_what_does_not_fit_is_refused(
     [
         (
             Chunks(2, 3),
-            "pp=2 with 3 stages per rank makes 6, which is more than the model's 4 "
+            "pp=2 x 3 stages per rank = 6 is more than the model's 4 "
             "layers.*at most 2 per rank .*or pp <= 1",
         ),
-        (Chunks(3, 2, "v"), "makes 6, which is more than.*at most 1 per rank.*or pp <= 2"),
-        (Chunks(5, 2), "makes 10, which is more than.*choose pp <= 2"),
+        (Chunks(3, 2, "v"), "= 6 is more than.*at most 1 per rank.*or pp <= 2"),
+        (Chunks(5, 2), "= 10 is more than.*choose pp <= 2"),
     ],
 )
 def test_more_stages_than_layers(chunks: Chunks, message: str) -> None:
@@ -107,5 +107,5 @@ def test_more_stages_than_layers(chunks: Chunks, message: str) -> None:
 
 def test_a_list_names_every_stage_of_every_rank() -> None:
     assert partition_layers([1, 1, 2, 1], equal(5), Chunks(2, 2)) == (0, 1, 2, 4, 5)
-    with pytest.raises(ConfigError, match="lists 2 stages but pp=2 with 2 stages per rank makes 4"):
+    with pytest.raises(ConfigError, match="lists 2 stages but pp=2 x 2 stages per rank = 4"):
         partition_layers([3, 2], equal(5), Chunks(2, 2))
