@@ -32,6 +32,7 @@ from goose_strategy.models.verify import verify_plan
 from goose_strategy.pipeline_parallel.balance import count_work
 from goose_strategy.pipeline_parallel.partition import partition_layers
 from goose_strategy.pipeline_parallel.probe import probe_model
+from goose_strategy.pipeline_parallel.program import splits_backward
 from goose_strategy.pipeline_parallel.recompute import choose_modules, recompute_modules
 from goose_strategy.pipeline_parallel.stage import ModelPart, cut_model
 from goose_strategy.tensor_parallel.defer import defer_weight_gradients
