@@ -5,6 +5,7 @@ Everything here may move in any torch release; the test of the same name says wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,3 +92,30 @@ def put_children(module: nn.Module, children: Mapping[str, nn.Module]) -> None:
     stack before and after each of a stage's forwards.
     """
     module._modules.update(children)
+
+
+def fresh_view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor that nobody else holds in another shape, not as a view of it.
+
+    What a custom autograd function returns must not be a view if others are to write into it. torch
+    ends its own ``F.linear`` with this operator, which has no public name.
+    """
+    viewed: Tensor = torch.ops.aten._unsafe_view.default(tensor, shape)
+    return viewed
+
+
+def embedding_backward(grad: Tensor, ids: Tensor, *, rows: int, padding: int) -> Tensor:
+    """Return the gradient ``[rows, width]`` of what ``F.embedding`` looked up.
+
+    torch has a public function for every matrix product and none for this kernel; ``index_add``
+    sums in another order.
+
+    Args:
+        grad: ``[..., width]``.
+        ids: ``[...]``, int64 or int32.
+        rows: Rows of the embedding.
+        padding: Id that gets no gradient; -1 for none.
+    """
+    backward = torch.ops.aten.embedding_dense_backward.default
+    found: Tensor = backward(grad, ids, rows, padding, False)  # noqa: FBT003
+    return found

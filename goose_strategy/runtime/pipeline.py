@@ -18,9 +18,10 @@ from torch.autograd.graph import Node
 from goose_strategy.comm.collectives import all_gather_objects, all_reduce, broadcast
 from goose_strategy.errors import ScheduleError
 from goose_strategy.pipeline_parallel.bridge import attach_loss
-from goose_strategy.pipeline_parallel.engine import Engine, StepResult
+from goose_strategy.pipeline_parallel.engine import Engine
 from goose_strategy.pipeline_parallel.links import connect_stages
 from goose_strategy.pipeline_parallel.microbatch import split_batch
+from goose_strategy.pipeline_parallel.work import StepResult
 from goose_strategy.runtime.batch import join_logits
 from goose_strategy.runtime.counting import TokenCount
 
