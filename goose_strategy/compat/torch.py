@@ -119,3 +119,21 @@ def embedding_backward(grad: Tensor, ids: Tensor, *, rows: int, padding: int) ->
     backward = torch.ops.aten.embedding_dense_backward.default
     found: Tensor = backward(grad, ids, rows, padding, False)  # noqa: FBT003
     return found
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module's calls are compiled, by ``module.compile()`` or a wrapper of torch.
+
+    Neither can be asked for in public.
+    """
+    return module._compiled_call_impl is not None or is_compiled_wrapper(module)
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Return whether a module is what ``torch.compile(module)`` returns, around another one."""
+    return isinstance(module, torch._dynamo.OptimizedModule)
+
+
+def drop_compiled(module: nn.Module) -> None:
+    """Undo ``module.compile()``; torch has no public way back."""
+    module._compiled_call_impl = None

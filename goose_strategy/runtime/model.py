@@ -195,8 +195,9 @@ class ShardedModel:
     def _install(self, *, hook_forward: bool) -> None:
         surgery = self.surgery
         for _, lm in surgery.models:
-            if surgery.part is not None:
-                self._pipeline = PipelineCall(self, surgery.part, self._watchdog)
+            if surgery.part is not None and surgery.plan is not None:
+                config = surgery.plan.config
+                self._pipeline = PipelineCall(self, surgery.part, config, self._watchdog)
                 self._patch(lm, PipelinedForward(self, lm.forward))
             else:
                 self._patch(lm, DirectForward(self, lm.forward))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from goose_strategy.comm.watchdog import Watchdog
     from goose_strategy.data_parallel.call import CallGrads
     from goose_strategy.data_parallel.reducer import Reducer
+    from goose_strategy.pipeline_parallel.config import PipelineConfig
     from goose_strategy.pipeline_parallel.stage import ModelPart
     from goose_strategy.runtime.batch import Batch
     from goose_strategy.runtime.handle import Handle
@@ -42,13 +43,16 @@ class PipelineCall:
     Args:
         model: The sharded model.
         part: This rank's stages of it.
+        config: The settings with the schedule that was chosen.
         watchdog: Guards every action, or ``None``.
     """
 
-    def __init__(self, model: Handle, part: ModelPart, watchdog: Watchdog | None) -> None:
+    def __init__(
+        self, model: Handle, part: ModelPart, config: PipelineConfig, watchdog: Watchdog | None
+    ) -> None:
         self._model = model
         self._mesh = model.mesh
-        self._config = model.config.pipeline
+        self._config = config
         self.engine = Engine(
             part,
             connect_stages(model.mesh, part.chunks),
