@@ -21,7 +21,6 @@ from goose_strategy.pipeline_parallel.bridge import attach_loss
 from goose_strategy.pipeline_parallel.engine import Engine
 from goose_strategy.pipeline_parallel.links import connect_stages
 from goose_strategy.pipeline_parallel.microbatch import split_batch
-from goose_strategy.pipeline_parallel.work import StepResult
 from goose_strategy.runtime.batch import join_logits
 from goose_strategy.runtime.counting import TokenCount
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from goose_strategy.data_parallel.reducer import Reducer
     from goose_strategy.pipeline_parallel.config import PipelineConfig
     from goose_strategy.pipeline_parallel.stage import ModelPart
+    from goose_strategy.pipeline_parallel.work import StepResult
     from goose_strategy.runtime.batch import Batch
     from goose_strategy.runtime.handle import Handle
 
