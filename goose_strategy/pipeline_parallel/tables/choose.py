@@ -100,11 +100,11 @@ def format_figures(choice: Choice, *, measured: bool = False) -> str:
     """
     time, memory = ("time/ms", "memory/MiB") if measured else ("time", "memory")
     per_time, per_memory = (1e6, 2**20) if measured else (1.0, 1.0)
-    lines = [f"  {'schedule':<40} {time:>10} {'bubble':>8} {memory:>10}"]
+    lines = [f"  {'schedule':<52} {time:>10} {'bubble':>8} {memory:>10}"]
     for entry in choice.figures:
         mark = "*" if entry.schedule is choice.best else " " if entry.fits else "x"
         lines.append(
-            f"{mark} {_name(entry.schedule):<40} {entry.makespan / per_time:>10.4g} "
+            f"{mark} {_name(entry.schedule):<52} {entry.makespan / per_time:>10.4g} "
             f"{entry.bubble:>8.1%} {max(entry.memory) / per_memory:>10.4g}"
         )
     return "\n".join(lines)
