@@ -10,8 +10,11 @@ from torch.utils.checkpoint import checkpoint
 from goose_strategy.compat.torch import (
     clone_store,
     default_store,
+    drop_compiled,
     has_forward_hooks,
     inside_backward,
+    is_compiled,
+    is_compiled_wrapper,
     plain_functions,
     put_children,
     version_of,
@@ -100,3 +103,16 @@ def test_a_stage_runs_with_stand_ins_in_the_stack():
     assert [name for name, _ in stack.named_parameters()] == []
     put_children(stack, {"0": former})
     assert stack[0] is former
+
+
+def test_compiled_modules_are_seen_and_can_be_let_go():
+    module = torch.nn.Linear(1, 1)
+    assert not is_compiled(module)
+    module.compile(backend="eager")
+    assert is_compiled(module)
+    assert not is_compiled_wrapper(module)
+    drop_compiled(module)
+    assert not is_compiled(module)
+    wrapper = torch.compile(module, backend="eager")
+    assert is_compiled(wrapper)
+    assert is_compiled_wrapper(wrapper)

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
-from goose_strategy.pipeline_parallel.balance import Work, count_work
+from goose_strategy.pipeline_parallel.balance import Work, count_work, model_parts
 from goose_strategy.pipeline_parallel.minmax import Load
 from goose_strategy.pipeline_parallel.probe import probe_model
+from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 
 SMALL = {
     "vocab_size": 96,
@@ -47,3 +48,16 @@ def test_the_first_stage_has_the_front_and_the_last_one_the_head() -> None:
     work = Work(2, (5, 6), 9)
     assert work.load(3) == Load((5, 6), (2, 0, 9))
     assert work.load(1) == Load((5, 6), (11,))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_parameters_of_every_part(tied: bool) -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, tie_word_embeddings=tied))
+    parts = model_parts(model, probe_model(model))
+    numbers = parts.work(torch.nn.Parameter.numel)
+    layer = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 40 + 2 * 16
+    assert numbers == Work(96 * 16, (layer,) * 3, 16 + 96 * 16)
+    # In a V the first and the last stage are on one rank, which holds a tied weight once.
+    assert parts.held_by(Chunks(2)) == parts
+    v = parts.held_by(Chunks(1, 2, "v")).work(torch.nn.Parameter.numel)
+    assert v.after == 16 + 96 * 16 * (not tied)
