@@ -22,7 +22,7 @@ from tests.harness.models import batches, tiny_model
 from tests.harness.worker import Context
 from tests.harness.world import Death, run_ranks
 from tests.strategies.lightning_module import Data, LanguageModel, make_trainer
-from tests.strategies.ranks import good, make_fabric, world
+from tests.strategies.ranks import attempt, good, make_fabric, world
 
 BATCH = batches(1)[0]
 
@@ -205,3 +205,42 @@ def test_a_callback_that_raises_ends_all_ranks_as_the_first_cause() -> None:
         assert "microbatch=1, stage=1, rank=1, schedule='1F1B', step=2, kind='B'" in end.output
     assert abs(ends[0].after_s - ends[1].after_s) < 10.0
     assert "rank 1 (pp 1, dp 0, tp 0)" in ends[0].output
+
+
+def _fabrics_report(ctx: Context) -> Any:
+    fabric = make_fabric(ctx, 1, 2)
+    early = attempt(fabric.strategy.partition_report)
+    bare = tiny_model("llama")
+    model = fabric.setup(bare)
+    reports = [
+        fabric.strategy.partition_report(),
+        fabric.strategy.partition_report(model),
+        fabric.strategy.partition_report(bare),
+    ]
+    assert reports[0] is reports[1] is reports[2]
+    other = attempt(lambda: fabric.strategy.partition_report(tiny_model("llama")))
+    return str(reports[0]), reports[0].imbalance, early, other
+
+
+def _trainers_report(ctx: Context) -> Any:
+    trainer = make_trainer(ctx, 1, 2)
+    trainer.fit(LanguageModel(), datamodule=Data(2))
+    return str(trainer.strategy.partition_report())
+
+
+def _report_of_no_pipeline(ctx: Context) -> Any:
+    fabric = make_fabric(ctx, 2, 1)
+    fabric.setup(tiny_model("llama"))
+    return attempt(fabric.strategy.partition_report)
+
+
+def test_the_partition_is_reported_at_both_doors() -> None:
+    runs = world(2, _fabrics_report, _trainers_report, _report_of_no_pipeline)
+    for text, imbalance, early, other in good(runs["fabrics_report"]):
+        assert "schedule='1F1B' with 2 stages on 2 ranks, partition='balanced'" in text
+        assert 1 <= imbalance < 1.5
+        for refused in (early, other):
+            assert "no module of this strategy is cut in depth (pp=2)" in str(refused)
+    assert "2 stages on 2 ranks" in good(runs["trainers_report"])[0]
+    for refused in runs["report_of_no_pipeline"]:
+        assert "(pp=1); set the module up first, with pp > 1" in str(refused)
