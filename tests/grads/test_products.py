@@ -36,7 +36,7 @@ class Layer(NamedTuple):
     forward: Callable[[Tensor, WeightGradStore | None], Tensor]
 
 
-def _linear(dtype: torch.dtype, *, bias: bool = True, rows: Any = None) -> Layer:
+def linear_layer(dtype: torch.dtype, *, bias: bool = True, rows: Any = None) -> Layer:
     torch.manual_seed(1)
     params = [nn.Parameter(torch.randn(OUT, IN, dtype=dtype))]
     params += [nn.Parameter(torch.randn(OUT, dtype=dtype))] * bias
@@ -65,7 +65,7 @@ def _conv1d(dtype: torch.dtype, *, bias: bool = True) -> Layer:
     return Layer(params, forward)
 
 
-def _input(shape: str, dtype: torch.dtype) -> Tensor:
+def input_of(shape: str, dtype: torch.dtype) -> Tensor:
     torch.manual_seed(2)
     if shape == "crossed":
         return torch.randn(5, 3, IN, dtype=dtype).transpose(0, 1)
@@ -110,7 +110,7 @@ def _scaled(x: Tensor, scale: float) -> Tensor:
     return x.clone(memory_format=torch.preserve_format).mul_(scale).requires_grad_()
 
 
-def _assert_equal(mine: list[Tensor], theirs: list[Tensor]) -> None:
+def assert_equal(mine: list[Tensor], theirs: list[Tensor]) -> None:
     for one, other in zip(mine, theirs, strict=True):
         assert one is not None
         assert one.dtype == other.dtype
@@ -132,9 +132,9 @@ PRECISIONS = [
 def test_a_linear_layer_is_torchs_to_the_last_bit(
     bias: bool, shape: str, dtype: torch.dtype, autocast: bool, mode: str
 ) -> None:
-    layer, x = _linear(dtype, bias=bias), _input(shape, dtype)
+    layer, x = linear_layer(dtype, bias=bias), input_of(shape, dtype)
     mine = _run(layer, x, mode, autocast=autocast)
-    _assert_equal(mine, _run(layer, x, "torch", autocast=autocast))
+    assert_equal(mine, _run(layer, x, "torch", autocast=autocast))
 
 
 @pytest.mark.parametrize("mode", ["at once", "split"])
@@ -144,15 +144,15 @@ def test_a_linear_layer_is_torchs_to_the_last_bit(
 def test_a_transposed_layer_is_torchs_to_the_last_bit(
     bias: bool, shape: str, dtype: torch.dtype, autocast: bool, mode: str
 ) -> None:
-    layer, x = _conv1d(dtype, bias=bias), _input(shape, dtype)
+    layer, x = _conv1d(dtype, bias=bias), input_of(shape, dtype)
     mine = _run(layer, x, mode, autocast=autocast)
-    _assert_equal(mine, _run(layer, x, "torch", autocast=autocast))
+    assert_equal(mine, _run(layer, x, "torch", autocast=autocast))
 
 
 @pytest.mark.parametrize("mode", ["at once", "split"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_some_rows_of_a_layer_are_torchs_to_the_last_bit(bias: bool, mode: str) -> None:
-    layer, x = _linear(torch.float32, bias=bias, rows=(4, 6)), _input("batch", torch.float32)
+    layer, x = linear_layer(torch.float32, bias=bias, rows=(4, 6)), input_of("batch", torch.float32)
     torch.manual_seed(3)
     store = WeightGradStore()
     output = layer.forward(x.requires_grad_(), store)
@@ -169,7 +169,7 @@ def test_some_rows_of_a_layer_are_torchs_to_the_last_bit(bias: bool, mode: str) 
     for param in layer.params:
         param.grad = None
     layer.forward(x, None).backward(seed)
-    _assert_equal(mine, [x.grad, *(param.grad for param in layer.params)])
+    assert_equal(mine, [x.grad, *(param.grad for param in layer.params)])
     assert mine[1][:4].abs().max() == 0
 
 
@@ -189,7 +189,7 @@ def test_a_lookup_is_torchs_to_the_last_bit(padding: int | None, dtype: torch.dt
         embedding(ids, weight, padding, store=store).backward(seed)
     assert weight.grad is None
     store.take().run()
-    _assert_equal([at_once, weight.grad], [expected, expected])
+    assert_equal([at_once, weight.grad], [expected, expected])
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_a_checkpointed_layer_finds_its_own_weight(
 
     expected = gradients(None, again=False)
     counts = _Counts(monkeypatch)
-    _assert_equal(gradients(WeightGradStore(), again=True), expected)
+    assert_equal(gradients(WeightGradStore(), again=True), expected)
     # The product behind the last tensor that was saved is not computed again, as in torch.
     assert counts.number == (6 if reentrant else 5)
 
@@ -262,114 +262,6 @@ def test_a_checkpoint_keeps_no_input_of_the_layers_inside() -> None:
     with store.collecting():
         output.sum().backward()
     assert len(store.take()) == 1
-
-
-# -- what takes part -------------------------------------------------------------------------------
-
-
-def _pushes(*trainable: bool, x_needs: bool = True) -> tuple[int, list[bool], bool]:
-    """Layers pushed, which parameters then have a gradient, and whether x has one."""
-    layer = _linear(torch.float32)
-    for param, wanted in zip(layer.params, trainable, strict=True):
-        param.requires_grad_(wanted)
-    store = WeightGradStore()
-    x = torch.randn(4, IN, requires_grad=x_needs)
-    with store.collecting():
-        output = layer.forward(x, store)
-        if output.requires_grad:
-            output.sum().backward()
-    work = store.take()
-    pushed = len(work)
-    work.run()
-    return pushed, [param.grad is not None for param in layer.params], x.grad is not None
-
-
-def test_frozen_parameters_push_nothing() -> None:
-    assert _pushes(True, True) == (1, [True, True], True)
-    assert _pushes(True, True, x_needs=False) == (1, [True, True], False)
-    assert _pushes(True, False) == (1, [True, False], True)
-    assert _pushes(False, True) == (1, [False, True], True)
-    assert _pushes(False, False) == (0, [False, False], True)
-
-
-def test_only_the_weight_keeps_the_input() -> None:
-    layer, store = _linear(torch.float32), WeightGradStore()
-    layer.params[0].requires_grad_(False)
-    with store.collecting():
-        layer.forward(torch.randn(100, IN), store).sum().backward()
-    assert store.take().nbytes <= 100 * OUT * 4
-
-
-def test_a_frozen_weight_runs_torchs_own_function() -> None:
-    layer, store = _linear(torch.float32), WeightGradStore()
-    for param in layer.params:
-        param.requires_grad_(False)
-    output = layer.forward(torch.randn(2, 3, IN, requires_grad=True), store)
-    assert "Product" not in type(output.grad_fn).__name__
-    with torch.no_grad():
-        assert not layer.forward(torch.randn(2, IN), store).requires_grad
-
-
-def test_parameters_that_were_computed_are_left_to_autograd() -> None:
-    base, store = nn.Parameter(torch.randn(OUT, IN)), WeightGradStore()
-    with store.collecting():
-        linear(torch.randn(4, IN), base * 2, store=store).sum().backward()
-        embedding(torch.tensor([1, 2]), base * 2, None, store=store).sum().backward()
-    assert len(store.take()) == 0
-    assert base.grad is not None
-
-
-def test_an_input_without_rows_is_left_to_autograd() -> None:
-    layer, store = _linear(torch.float32), WeightGradStore()
-    x = torch.randn(IN)
-    with store.collecting():
-        layer.forward(x, store).sum().backward()
-    assert len(store.take()) == 0
-    assert torch.equal(layer.params[0].grad, x.expand(OUT, IN))
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_outputs_may_be_written_to(bias: bool) -> None:
-    def gradients(store: WeightGradStore | None) -> list[Tensor]:
-        layer = _linear(torch.float32, bias=bias)
-        output = layer.forward(_input("batch", torch.float32), store)
-        output.clamp_(-1, 1)
-        output[..., 0].mul_(2)
-        output.sum().backward()
-        return [param.grad for param in layer.params]
-
-    _assert_equal(gradients(WeightGradStore()), gradients(None))
-
-
-def test_a_weight_that_was_written_to_is_refused() -> None:
-    layer = _linear(torch.float32)
-    output = layer.forward(_input("batch", torch.float32), WeightGradStore())
-    with torch.no_grad():
-        layer.params[0].mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an in-place operation"):
-        output.sum().backward()
-
-
-def test_autocasts_cast_of_a_weight_stays_differentiable_for_others() -> None:
-    layer, x = _linear(torch.float32), _input("batch", torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        layer.forward(x, WeightGradStore())
-        functional.linear(x, *layer.params).sum().backward()
-    assert all(param.grad is not None for param in layer.params)
-
-
-def test_the_graph_in_front_is_freed_with_the_input_gradients() -> None:
-    layer, store = _linear(torch.float32), WeightGradStore()
-    before = torch.randn(4, IN, requires_grad=True)
-    hidden = before.exp()
-    freed = weakref.ref(hidden)
-    with store.collecting():
-        layer.forward(hidden, store).sum().backward()
-    del hidden
-    gc.collect()
-    assert freed() is None, "the input's values are kept, not the tensor with its graph"
-    store.take().run()
-    assert layer.params[0].grad is not None
 
 
 # -- planted errors --------------------------------------------------------------------------------
@@ -420,7 +312,7 @@ def _planted(fault: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 def test_a_planted_error_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x = _linear(torch.float32), _input("batch", torch.float32)
+    layer, x = linear_layer(torch.float32), input_of("batch", torch.float32)
     expected = _run(layer, x, "torch")
     with _planted(fault, monkeypatch), pytest.raises(AssertionError):
-        _assert_equal(_run(layer, x, "split"), expected)
+        assert_equal(_run(layer, x, "split"), expected)
