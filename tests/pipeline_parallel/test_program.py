@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from goose_strategy.errors import ConfigError, ScheduleError
+from goose_strategy.errors import BatchError, ConfigError, ScheduleError
 from goose_strategy.pipeline_parallel.program import (
+    chunks_of,
     program,
     rank_program,
+    splits_backward,
 )
 from goose_strategy.pipeline_parallel.schedule import Action, Kind, Table, gpipe, one_f_one_b
+from goose_strategy.pipeline_parallel.tables.catalogue import CATALOGUE, make_schedule
 from goose_strategy.pipeline_parallel.tables.checks import check_messages
 from goose_strategy.pipeline_parallel.tables.chunks import Chunks
+from goose_strategy.pipeline_parallel.tables.csv_text import write_csv
 from goose_strategy.pipeline_parallel.tables.lowering import lower
 
 CLASSIC = ["GPipe", "1F1B"]
@@ -170,6 +176,43 @@ def test_what_completes_gradients_is_known() -> None:
     # What a layer does not put off is complete with the last I.
     assert completes("ZBH1", 0) == "0I2 0W2"
     assert completes("ZBVZeroBubble", 0) == "0I2 0W2 3I2 3W2"
+
+
+def test_a_file_is_a_schedule(tmp_path: Path) -> None:
+    path = tmp_path / "v.csv"
+    path.write_text(write_csv(make_schedule("ZBVZeroBubble", 2, 5)), encoding="utf-8")
+    chunks = chunks_of(str(path), 2)
+    assert chunks == Chunks(2, 2, "v")
+    assert splits_backward(str(path))
+    assert program(str(path), chunks, 5) == program("ZBVZeroBubble", chunks, 5)
+    with pytest.raises(BatchError, match="is for 5 microbatches, but the batch gives 4"):
+        program(str(path), chunks, 4)
+    # Evaluation takes any number.
+    forwards = program(str(path), chunks, 3, train=False)
+    assert sum(action.kind is Kind.FORWARD for row in forwards for action in row) == 4 * 3
+
+
+@pytest.mark.parametrize("schedule", list(CATALOGUE))
+def test_a_send_is_taken_before_what_comes_of_it(schedule: str) -> None:
+    """Replay the rows: at each claim, the other rank has waited for the message."""
+    chunks = chunks_of(schedule, 4)
+    table = program(schedule, chunks, 8)
+    for rank in range(4):
+        mine = rank_program(schedule, chunks, 8, train=True, rank=rank)
+        claimed = [send for sends in mine.taken.values() for send in sends]
+        assert len(set(claimed)) == len(claimed)
+        for trigger, sends in mine.taken.items():
+            source = trigger.stage - 1 if trigger.kind is Kind.FORWARD else trigger.stage + 1
+            theirs = table[chunks.rank_of(source)]
+            kind = Kind.SEND_FORWARD if trigger.kind is Kind.FORWARD else Kind.SEND_BACKWARD
+            sent = theirs.index(Action(source, kind, trigger.microbatch))
+            for send in sends:
+                assert mine.actions.index(send) < mine.actions.index(trigger)
+                forward = send.kind is Kind.SEND_FORWARD
+                user = send.stage + 1 if forward else send.stage - 1
+                kinds = [Kind.FORWARD] if forward else [Kind.BACKWARD, Kind.INPUT]
+                used = [a for a in (Action(user, k, send.microbatch) for k in kinds) if a in theirs]
+                assert theirs.index(used[0]) < sent
 
 
 def test_unknown_names_and_numbers_are_refused() -> None:
