@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from goose_strategy.compat.torch import is_compiled
 from goose_strategy.errors import ConfigError, PlanError
 from goose_strategy.pipeline_parallel.compiled import (
     check_backend,
@@ -16,6 +17,8 @@ from goose_strategy.pipeline_parallel.compiled import (
     refuse_split,
 )
 from goose_strategy.pipeline_parallel.config import PipelineConfig
+from goose_strategy.pipeline_parallel.probe import probe_model
+from goose_strategy.pipeline_parallel.stage import cut_model
 from goose_strategy.pipeline_parallel.tables.catalogue import CATALOGUE
 from tests.pipeline_parallel.cases import batch_of, model_of, reference
 
@@ -115,3 +118,12 @@ def test_what_holds_the_layers_ends_in_the_middle() -> None:
 def test_a_model_without_layers_has_none_to_compile() -> None:
     with pytest.raises(PlanError, match="has no stack of layers"):
         check_compiled(nn.Linear(1, 1), PipelineConfig(compile_layers=True), pp=1, tp=1)
+
+
+def test_layers_of_other_ranks_are_not_compiled() -> None:
+    """What stands for them ends forwards by an exception, which is no graph."""
+    model = model_of("llama")
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    cut_model(model, probe_model(model), (0, 2, 4), 1)
+    assert [is_compiled(layer) for layer in model.model.layers] == [False, False, True, True]

@@ -44,9 +44,11 @@ def saved_by(model: nn.Module) -> int:
 def test_the_parts_keep_what_the_whole_model_keeps(family: Any) -> None:
     model = tiny_model(family)
     profile = measured(model)
-    parts = profile.before.saved + profile.shared + profile.after.saved
+    parts = profile.before.saved + profile.after.saved
     parts += sum(layer.saved for layer in profile.layers)
-    assert parts == pytest.approx(saved_by(model), rel=0.02)
+    # What all layers take is kept once, as far as it is kept.
+    assert 0 <= saved_by(model) - parts <= profile.shared
+    assert profile.shared > 0
     # Hidden states of 32 channels in fp64.
     assert profile.hidden == SHAPE[0] * SHAPE[1] * 32 * 8
     assert profile.work() == (0, (0, 0, 0, 0), 0)
@@ -83,6 +85,8 @@ def test_a_slow_layer_is_found() -> None:
     slow = profile.layers[2]
     assert 30e6 < slow.forward < 100e6
     assert 50e6 < slow.backward_input < 150e6
+    # What both gradients together take beyond the first, not that once more.
+    assert slow.backward_weight < 50e6
     assert profile.layers[0] == profile.layers[1] == profile.layers[3]
     assert 0 < profile.layers[0].time < slow.time - 60e6
 
