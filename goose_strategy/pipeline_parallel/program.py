@@ -67,6 +67,11 @@ def read_schedule(path: str) -> Schedule:
     return schedule
 
 
+def fingerprint(schedule: str) -> str:
+    """Return what is equal on two ranks only if a schedule is: its name, or what its file says."""
+    return str(read_schedule(schedule).table) if is_file(schedule) else schedule
+
+
 def chunks_of(schedule: str, ranks: int, stages_per_rank: int | None = None) -> Chunks:
     """Return which rank holds which stages under a schedule.
 

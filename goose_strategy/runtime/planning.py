@@ -26,7 +26,7 @@ from goose_strategy.pipeline_parallel.balance import Work, count_work, model_par
 from goose_strategy.pipeline_parallel.measure import Sample, measure
 from goose_strategy.pipeline_parallel.memory import Memory
 from goose_strategy.pipeline_parallel.partition import partition_layers
-from goose_strategy.pipeline_parallel.program import schedule_of, splits_backward
+from goose_strategy.pipeline_parallel.program import fingerprint, schedule_of, splits_backward
 from goose_strategy.pipeline_parallel.report import PartitionReport, StageFigures
 from goose_strategy.pipeline_parallel.tables.catalogue import CATALOGUE
 from goose_strategy.pipeline_parallel.tables.choose import format_figures
@@ -121,7 +121,7 @@ def plan_pipeline(subject: Subject, config: RuntimeConfig, mesh: ParallelMesh) -
     chunks = chosen.chunks(mesh.pp_size)
     work = count_work(subject.model, subject.info)
     bounds = answer.bounds or partition_layers(pipeline.partition, work, chunks)
-    text = f"{answer.schedule} {answer.per_rank} {bounds}"
+    text = f"{fingerprint(answer.schedule)} {answer.per_rank} {bounds}"
     equal_everywhere(mesh, hashlib.sha256(text.encode()).hexdigest(), "the plan of the pipeline")
     report = _report(subject, config, mesh, _Cut(chosen, chunks, bounds, answer))
     if mesh.rank == 0:
