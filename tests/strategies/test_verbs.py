@@ -50,7 +50,7 @@ class Count(PipelineCallback):
 
     def told(self) -> list[Any]:
         return [
-            [(step.step, step.train, step.stage) for step in self.steps],
+            [(step.step, step.train, step.held) for step in self.steps],
             [(event.step, event.kind, event.microbatch) for event in self.work],
         ]
 
@@ -139,12 +139,12 @@ def call(step: int, rank: int) -> list[tuple[int, str, int]]:
 
 def test_the_strategy_adds_and_removes() -> None:
     for rank, told in enumerate(good(results()["through_the_strategy"])):
-        assert told == [[(0, True, rank)], call(0, rank)]
+        assert told == [[(0, True, (rank,))], call(0, rank)]
 
 
 def test_fabrics_callbacks_are_found() -> None:
     for rank, (first, second, order) in enumerate(good(results()["through_fabrics_callbacks"])):
-        assert first == [[(0, True, rank), (1, True, rank)], call(0, rank) + call(1, rank)]
+        assert first == [[(0, True, (rank,)), (1, True, (rank,))], call(0, rank) + call(1, rank)]
         assert second == first
         assert order == ["first", "second"] * 2
 
@@ -152,13 +152,13 @@ def test_fabrics_callbacks_are_found() -> None:
 def test_the_trainers_callbacks_are_found_and_let_go() -> None:
     for rank, outcome in enumerate(good(results()["through_the_trainer"])):
         fitted, steps, losses, order, unwanted = outcome
-        training = [(step, True, rank) for step in (0, 1)]
-        evaluations = [(step, False, rank) for step in (2, 3)]
+        training = [(step, True, (rank,)) for step in (0, 1)]
+        evaluations = [(step, False, (rank,)) for step in (2, 3)]
         assert fitted[0] == training + evaluations
         work = [(step, "F", mb) for step in (2, 3) for mb in (0, 1)]
         assert fitted[1] == call(0, rank) + call(1, rank) + work
         # The validation that followed.
-        assert steps == fitted[0] + [(step, False, rank) for step in (4, 5)]
+        assert steps == fitted[0] + [(step, False, (rank,)) for step in (4, 5)]
         assert losses == 2
         assert order == ["first", "second"] * 2
         assert unwanted == 0
