@@ -24,6 +24,8 @@ from goose_strategy.errors import ConfigError
 from goose_strategy.grads.buffer import GradSlot, GradState
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from goose_strategy.data_parallel.config import ZeroConfig
     from goose_strategy.mesh.mesh import ParallelMesh
     from goose_strategy.mesh.shard import ShardSpec
@@ -36,7 +38,7 @@ class Reducer:
 
     Two ways of use. *Direct* (``pp == 1``): plain ``loss.backward()`` followed by
     `finish_backward`. *Calls* (``pp > 1``): `begin_call`, the schedule's backwards with
-    `last_backward` before the last of them, `end_call`, and `release` when the user's backward
+    `completing` around the last of each stage, `end_call`, and `release` when the user's backward
     comes. Both end in `finalize` before gradients are clipped or stepped.
 
     After a sum over dp, only this rank's slice of each bucket holds it: elsewhere ``p.grad`` is
@@ -50,7 +52,7 @@ class Reducer:
         generation: Counts the changes of the buckets.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all of it is known at once, and by nobody else
         self,
         params: Sequence[tuple[str, nn.Parameter]],
         specs: Mapping[str, ShardSpec],
@@ -59,6 +61,7 @@ class Reducer:
         config: ZeroConfig,
         average: bool,
         owner_of: Mapping[str, Owner],
+        stage_of: Mapping[str, int] | None = None,
     ) -> None:
         """Move the trainable parameters into buckets and install the hooks.
 
@@ -70,6 +73,8 @@ class Reducer:
             config: Size of the buckets.
             average: Divide the sum over dp by dp, as ``ddp`` does.
             owner_of: Optimizer index and group index by name, of those that are optimized.
+            stage_of: Stage by name, where a rank holds several; a parameter without an entry is
+                used by several of them. ``None`` or empty if they need not be told apart.
         """
         self.mesh = mesh
         self.average = average
@@ -78,6 +83,7 @@ class Reducer:
         self._config = config
         self._specs = dict(specs)
         self._owner_of: dict[str, Owner] = dict(owner_of)
+        self._stage_of = dict(stage_of or {})
         self._params = _unique(params)
         self._names = {id(param): name for name, param in self._params.items()}
         self._outside = set(self._params)
@@ -102,7 +108,13 @@ class Reducer:
 
     def _build(self, names: Iterable[str]) -> list[Bucket]:
         wanted = [(name, self._params[name]) for name in names]
-        entries = plan_entries(wanted, self._specs, self._owner_of, tp_size=self.mesh.tp_size)
+        entries = plan_entries(
+            wanted,
+            self._specs,
+            self._owner_of,
+            tp_size=self.mesh.tp_size,
+            stage_of=self._stage_of,
+        )
         layouts = plan_buckets(
             entries, dp_size=self.mesh.dp_size, bucket_numel=self._config.bucket_numel
         )
@@ -113,7 +125,7 @@ class Reducer:
         self.generation += 1
         for handle in self._handles:
             handle.remove()
-        self._rounds.set_buckets(sorted(buckets, key=lambda bucket: bucket.key.late))
+        self._rounds.set_buckets(sorted(buckets, key=lambda bucket: bucket.key.turn))
         self._set_counting()
         self._slots = {id(slot.param): (b, slot) for b in self.buckets for slot in b.slots}
         self._handles = [
@@ -220,10 +232,18 @@ class Reducer:
         self.factors = 0.0 if self.factors is None else self.factors
         return call
 
-    def last_backward(self, stage: int = 0) -> None:
-        """Note that ``stage`` begins its last backward of the call: complete buckets may start."""
-        del stage  # One stage per rank so far; the schedule names it.
-        self._calls.last_backward()
+    def completing(self, stage: int) -> AbstractContextManager[None]:
+        """Surround an action after which gradients of ``stage`` are complete.
+
+        That is the last backward of the stage in the call. Where a backward is split, it is the
+        last that computes input gradients, and the last that computes weight gradients: each is the
+        last contribution to the parameters that accumulate in it. Buckets start inside of these
+        blocks; all others, and what other stages accumulate meanwhile, wait for `end_call`.
+
+        Args:
+            stage: Its number, as in ``stage_of``.
+        """
+        return self._calls.completing(stage)
 
     def end_call(self, call: CallGrads) -> CallGrads:
         """Take the call's gradients and put back what ``p.grad`` was. Collective if it syncs.
