@@ -93,6 +93,17 @@ def check_bits(place: Place) -> list[str]:
     return [f"bits as on the CPU: {total - len(wrong)} of {total} runs", *wrong]
 
 
+def check_reference(place: Place) -> list[str]:
+    """Return the line about bits of pure torch on the device, the fallback without a library."""
+    wrong = []
+    for _, main, first, second, grad in _SHOWN:
+        variant = Variant(Algorithm.ADAM, main, first, second, grad)
+        here = train(Reference(), variant, device=str(place.device))
+        found = differences(here, train(place.library, variant, device=str(place.device)))
+        wrong += [f"  {variant}: {', '.join(found)}"] if found else []
+    return [f"pure torch beside the library: {len(_SHOWN) - len(wrong)} of {len(_SHOWN)}", *wrong]
+
+
 def time_of(place: Place, call: Callable[[], Any], repeats: int = 20) -> float:
     """Return seconds per call: events on a card, the thread's time on a CPU."""
     call()
@@ -289,6 +300,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bits = check_bits(place)
     bad |= len(bits) > 1
     say(bits)
+    fallback = check_reference(place)
+    bad |= len(fallback) > 1
+    say(fallback)
     graph = check_graph(place)
     bad |= any("OTHER" in line for line in graph)
     say(graph)

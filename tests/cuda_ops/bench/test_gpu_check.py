@@ -25,6 +25,7 @@ def test_dry_run(
     assert main(["--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "bits as on the CPU: 256 of 256 runs" in printed
+    assert "pure torch beside the library: 6 of 6" in printed
     assert "| default | 20.00 |" in printed
     assert "| gradients cast, clipped, fused, copied |" in printed
 
