@@ -3,6 +3,9 @@
 # make parity  install, then compare every combination of schedules with one process (10 minutes)
 # make test    install, then lint, types, structure and all tests
 #
+# make ops        install, then build the optimizer's compiled ops and say what runs where
+# make sanitize   install, then run kernels and CPU loops under AddressSanitizer and UBSan
+#
 # make lightning-compat SRC=path/of/a/checkout/of/pytorch-lightning
 #              run Lightning's own tests of ddp with goose3d in its place
 #
@@ -13,7 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: venv train real parity test lint types structure lightning-compat clean
+.PHONY: venv train real parity test ops sanitize lint types structure lightning-compat clean
 
 venv: $(INSTALLED)
 
@@ -34,6 +37,13 @@ parity: venv
 
 test: lint types structure
 	$(BIN)/python -m pytest
+
+ops: venv
+	$(BIN)/python -m cuda_ops.build
+	$(BIN)/python -m cuda_ops.info
+
+sanitize: venv
+	GOOSE3D_SANITIZE=1 $(BIN)/python -m pytest tests/cuda_ops/test_sanitizers.py
 
 lint: venv
 	$(BIN)/ruff check

@@ -25,6 +25,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from goose_strategy.compat.torch import quiet_hooks
+
 TOGETHER = 2**18
 """Elements of gradients after which they are accumulated: few enough to hold, many per call."""
 
@@ -167,6 +169,9 @@ class WeightGradStore:
         """
         if not self.active:
             raise RuntimeError("weight gradients were pushed while none are collected")
+        # Autograd goes on to the parameters, and would call their hooks without a gradient.
+        for param in owed.parameters:
+            quiet_hooks(param)
         self._owed.append(owed)
 
     def take(self) -> WeightGradWork:

@@ -69,6 +69,11 @@ def read_schedule(path: str) -> Schedule:
     return schedule
 
 
+def fingerprint(schedule: str) -> str:
+    """Return what is equal on two ranks only if a schedule is: its name, or what its file says."""
+    return str(read_schedule(schedule).table) if is_file(schedule) else schedule
+
+
 def chunks_of(schedule: str, ranks: int, stages_per_rank: int | None = None) -> Chunks:
     """Return which rank holds which stages under a schedule.
 
@@ -150,11 +155,24 @@ def program(
     """
     if isinstance(chunks, int):
         chunks = chunks_of(schedule, chunks)
-    made = _make(schedule, chunks, microbatches, train=train)
+    made = schedule_of(schedule, chunks, microbatches, train=train)
     return finish(made, train=train, recompute=recompute, norms=norms)
 
 
-def _make(schedule: str, chunks: Chunks, microbatches: int, *, train: bool) -> Schedule:
+def schedule_of(
+    schedule: str, chunks: Chunks, microbatches: int, *, train: bool = True
+) -> Schedule:
+    """Return a schedule without its messages and recomputes.
+
+    Args:
+        schedule: A key of `CATALOGUE` or the path of a CSV file.
+        chunks: Which rank holds which stages.
+        microbatches: Number of microbatches.
+        train: With backwards, or only forwards.
+
+    Raises:
+        BatchError: If a file is for another number of microbatches.
+    """
     if not is_file(schedule):
         per_rank = chunks.per_rank
         return make_schedule(schedule, chunks.ranks, microbatches, per_rank=per_rank, train=train)

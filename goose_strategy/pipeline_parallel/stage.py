@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from goose_strategy.compat.torch import put_children
+from goose_strategy.compat.torch import drop_compiled, put_children
 from goose_strategy.errors import ScheduleError
 from goose_strategy.pipeline_parallel.ghost import drop_hooks, make_ghosts
 from goose_strategy.pipeline_parallel.nested import Path, replace_tensors, tensors_of
@@ -300,6 +300,8 @@ def _empty(layer: nn.Module) -> None:
     for module in layer.modules():
         make_ghosts(module, [name for name, _ in module.named_buffers(recurse=False)])
         drop_hooks(module)
+        # What stands for the layer ends forwards by an exception, which is no graph.
+        drop_compiled(module)
 
 
 class Running:

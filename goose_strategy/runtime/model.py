@@ -210,7 +210,8 @@ class ShardedModel:
             self._undo.callback(self._private.close)
         for _, lm in surgery.models:
             if part is not None:
-                self._pipeline = PipelineCall(self, part, self._watchdog, self._private)
+                config = self.config.pipeline if surgery.plan is None else surgery.plan.config
+                self._pipeline = PipelineCall(self, part, config, self._watchdog, self._private)
             if surgery.part is not None:
                 self._patch(lm, PipelinedForward(self, lm.forward))
             elif part is not None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from goose_strategy.comm.watchdog import Watchdog
     from goose_strategy.data_parallel.call import CallGrads
     from goose_strategy.data_parallel.reducer import Reducer
+    from goose_strategy.pipeline_parallel.config import PipelineConfig
     from goose_strategy.pipeline_parallel.stage import ModelPart
     from goose_strategy.pipeline_parallel.work import StepResult
     from goose_strategy.privacy.ledger import Ledger
@@ -46,6 +47,7 @@ class PipelineCall:
     Args:
         model: The sharded model.
         part: This rank's stages of it.
+        config: The settings with the schedule that was chosen.
         watchdog: Guards every action, or ``None``.
         private: What private training adds, or ``None``.
     """
@@ -54,15 +56,14 @@ class PipelineCall:
         self,
         model: Handle,
         part: ModelPart,
+        config: PipelineConfig,
         watchdog: Watchdog | None,
         private: PrivateTraining | None = None,
     ) -> None:
         self._model = model
         self._mesh = model.mesh
         self._private = private
-        self._config = model.config.pipeline
-        if private is not None:
-            self._config = private_pipeline(self._config)
+        self._config = config if private is None else private_pipeline(config)
         self.engine = Engine(
             part,
             connect_stages(model.mesh, part.chunks),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from goose_strategy.compat.torch import is_compiled
 from goose_strategy.compat.transformers import tied_parameters
 from goose_strategy.errors import ConfigError, PlanError, PrivacyError
 from goose_strategy.pipeline_parallel.microbatch import count_rows, split_batch
@@ -253,12 +254,18 @@ def check_private(
             "output_router_logits=True adds a loss over the tokens of all samples, which makes "
             "them depend on one another; set it to False in the model's config."
         )
+    compiled = [name for name, part in lm.named_modules() if name and is_compiled(part)]
+    if compiled or config.pipeline.compile_layers:
+        raise ConfigError(
+            f"{compiled[0] if compiled else 'compile_layers'} is compiled, but private training "
+            "needs to see what goes into every layer, which a graph hides; leave the layers "
+            "uncompiled."
+        )
     check_samples(lm)
-    chunks = config.pipeline.chunks(config.pp) if config.pp > 1 else None
-    if chunks is None or config.privacy is None or config.privacy.clipping != "per_stage":
+    if config.pp == 1 or config.privacy is None or config.privacy.clipping != "per_stage":
         return
     trains = {name for name, param in lm.named_parameters() if param.requires_grad}
-    if trains & set(tied_parameters(lm).values()) and chunks.rank_of(chunks.stages - 1):
+    if trains & set(tied_parameters(lm).values()):
         raise ConfigError(
             "clipping='per_stage' cannot bound a weight whose copies lie on two ranks: both parts "
             "add up. Untie the head, freeze it, or use clipping='flat'."

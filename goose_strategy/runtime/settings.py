@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from goose_strategy.errors import ConfigError
 from goose_strategy.optim.config import ZeroConfig
-from goose_strategy.pipeline_parallel.config import PipelineConfig
+from goose_strategy.pipeline_parallel.compiled import refuse_split
+from goose_strategy.pipeline_parallel.config import AUTO, PipelineConfig
 from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 from goose_strategy.tensor_parallel.config import TensorConfig
 from goose_strategy.validate import at_least, whole
@@ -53,7 +54,11 @@ class RuntimeConfig:
                 "recompute='full' runs a stage again while its gradient is on its way, but pp=1 "
                 "has no stages; use recompute='layer'."
             )
+        if self.pipeline.schedule == AUTO and self.pp > 1:
+            return
         chunks = self.pipeline.chunks(self.pp) if self.pp > 1 else Chunks(1)
+        if self.pp > 1 and self.pipeline.compile_layers:
+            refuse_split(self.pipeline.schedule, f"compile_layers={self.pipeline.compile_layers!r}")
         partition = self.pipeline.partition
         if not isinstance(partition, str) and len(partition) != chunks.stages:
             raise ConfigError(

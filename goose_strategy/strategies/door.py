@@ -6,6 +6,7 @@ Each door owns one :class:`Door` and translates its own hooks to it; nothing is 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from goose_strategy.errors import ConfigError
 from goose_strategy.pipeline_parallel.config import PipelineConfig
 from goose_strategy.pipeline_parallel.hooks import PipelineCallback
 from goose_strategy.runtime.core import ParallelRuntime
+from goose_strategy.runtime.planning import LOGGER
 from goose_strategy.runtime.settings import RuntimeConfig
 from goose_strategy.strategies import compat
 from goose_strategy.strategies.private import private_loader, refuse_precision
@@ -59,6 +61,7 @@ class Door:
         self.runtime.check_world(world_size)
         if self.runtime.started:
             return
+        show_messages()
         timeout = self.timeout or compat.default_pg_timeout
         compat.connect_world(environment, device, backend=self.backend, timeout=timeout)
         self.runtime.start(device, timeout=timeout)
@@ -136,6 +139,18 @@ class Door:
         """Refuse a precision under which private training would not be private."""
         if self.config.privacy is not None:
             refuse_precision(plugin)
+
+
+def show_messages() -> None:
+    """Let the package's own messages be seen, as Lightning does with its own.
+
+    Whoever has set up Python's logging decides alone.
+    """
+    if LOGGER.level == logging.NOTSET:
+        LOGGER.setLevel(logging.INFO)
+    if not LOGGER.hasHandlers():
+        LOGGER.addHandler(logging.StreamHandler())
+        LOGGER.propagate = False
 
 
 def build_config(tp: int, pp: int, **rooms: Any) -> RuntimeConfig:

@@ -9,9 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from goose_strategy.errors import ConfigError
+from goose_strategy.strategies.compat import unwrap_module
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from goose_strategy.pipeline_parallel.hooks import PipelineCallback
+    from goose_strategy.pipeline_parallel.report import PartitionReport
     from goose_strategy.privacy.ledger import Ledger
     from goose_strategy.runtime.core import ParallelRuntime
     from goose_strategy.strategies.door import Door
@@ -50,6 +54,28 @@ class StrategyVerbs:
                 "the strategy trains without privacy (privacy=None), or is not launched yet."
             )
         return ledger
+
+    def partition_report(self, module: nn.Module | None = None) -> PartitionReport:
+        """Return which stages a model was cut into, on any rank.
+
+        Args:
+            module: What was set up, or the model in it; the one that is cut in depth if ``None``.
+
+        Returns:
+            The figures of every stage and how even they are; ``str()`` of it is a table.
+
+        Raises:
+            ConfigError: If no such module is cut in depth.
+        """
+        wanted = None if module is None else unwrap_module(module)
+        for model in self.runtime.models:
+            known = wanted is None or any(wanted is part for part in model.module.modules())
+            if not model.closed and model.surgery.plan is not None and known:
+                return model.surgery.plan.report
+        raise ConfigError(
+            f"no module of this strategy is cut in depth (pp={self.runtime.config.pp}); set the "
+            "module up first, with pp > 1."
+        )
 
     def add_pipeline_callback(self, callback: PipelineCallback) -> None:
         """Call an object before and after every action of a pipeline, after those added before.

@@ -39,6 +39,13 @@ from tests.pipeline_parallel.cases import summed_loss
         ({"recompute": []}, r"recompute=\[\] must list names of modules"),
         ({"recompute": ["mlp", ""]}, r"recompute=\['mlp', ''\] must list names of modules"),
         ({"recompute": [3]}, r"recompute=\[3\] must list names"),
+        ({"example_shape": (4,)}, r"example_shape=\(4,\) must be \(rows, columns\), or None"),
+        ({"example_shape": (4, 0)}, "example_shape's columns=0 must be greater than 0"),
+        ({"example_shape": (2.0, 8)}, "example_shape's rows=2.0 must be a whole number"),
+        ({"memory_limit_bytes": 0, "schedule": "auto"}, "memory_limit_bytes=0 must be greater"),
+        ({"memory_limit_bytes": 9}, "memory_limit_bytes=9 is for schedule='auto', but .*='1F1B'"),
+        ({"compile_layers": 1.5}, "compile_layers=1.5 must be true, false, or the name of"),
+        ({"schedule": "auto", "stages_per_rank": 0}, "stages_per_rank=0 must be greater than 0"),
         ({"loss_fn": 3}, "loss_fn=3 cannot be called"),
         ({"step_timeout_s": 0.0}, "step_timeout_s=0.0 must be greater than 0"),
         ({"first_step_timeout_s": -1.0}, "first_step_timeout_s=-1.0 must be greater than 0"),
@@ -115,6 +122,14 @@ def test_a_command_line_can_set_everything() -> None:
     whole = parser.parse_args(["--pipeline.recompute=full"])
     assert parser.instantiate(whole).pipeline.recompute == "full"
     assert made.loss_fn is summed_loss
+    measured = ["schedule=auto", "partition=time", "example_shape=[2, 64]", "compile_layers=eager"]
+    words = [f"--pipeline.{word}" for word in [*measured, "memory_limit_bytes=1000"]]
+    made_auto = parser.instantiate(parser.parse_args(words)).pipeline
+    assert tuple(made_auto.example_shape) == (2, 64)
+    assert (made_auto.schedule, made_auto.partition) == ("auto", "time")
+    assert (made_auto.compile_layers, made_auto.memory_limit_bytes) == ("eager", 1000)
+    compiled = parser.parse_args(["--pipeline.compile_layers=true"])
+    assert parser.instantiate(compiled).pipeline.compile_layers is True
     assert (made.num_microbatches, made.schedule) == (4, "GPipe")
     default = parser.instantiate(parser.parse_args([])).pipeline
     assert default == PipelineConfig()

@@ -9,6 +9,7 @@ import pytest
 from goose_strategy.errors import BatchError, ConfigError, ScheduleError
 from goose_strategy.pipeline_parallel.program import (
     chunks_of,
+    fingerprint,
     program,
     rank_program,
     splits_backward,
@@ -184,6 +185,10 @@ def test_a_file_is_a_schedule(tmp_path: Path) -> None:
     chunks = chunks_of(str(path), 2)
     assert chunks == Chunks(2, 2, "v")
     assert splits_backward(str(path))
+    other = tmp_path / "other.csv"
+    other.write_text(write_csv(make_schedule("ZBVZeroBubble", 2, 4)), encoding="utf-8")
+    assert fingerprint(str(path)) != fingerprint(str(other))
+    assert fingerprint("1F1B") == "1F1B"
     assert program(str(path), chunks, 5) == program("ZBVZeroBubble", chunks, 5)
     with pytest.raises(BatchError, match="is for 5 microbatches, but the batch gives 4"):
         program(str(path), chunks, 4)

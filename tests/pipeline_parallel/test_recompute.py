@@ -194,8 +194,6 @@ def test_a_forward_that_was_replaced_before_is_put_back() -> None:
     assert inspect.ismethod(own)
 
 
-# torch's compiler looks at the gradients of what it is given, and warns of that itself.
-@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("buffers", [False, True])
 def test_compiled_layers(buffers: bool) -> None:
     model = model_of("llama", layers=2)

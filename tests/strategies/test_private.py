@@ -114,17 +114,15 @@ def fabric_resumes(ctx: Context) -> Any:
     before = fabric.strategy.privacy.epsilon()
     ledger = fabric.strategy.privacy
     first_noise = ledger.noise._root
-    results: list[Any] = [before]
-    for privacy in (
+    runs = (
         PRIVACY,
         replace(PRIVACY, noise_multiplier=0.9),
         replace(PRIVACY, max_grad_norm=2.0),
         replace(PRIVACY, logical_batch_size=4),
         replace(PRIVACY, noise_multiplier=0.9, allow_privacy_change=True),
         None,
-    ):
-        results.append(attempt(partial(_resumed, ctx, path, privacy, first_noise)))
-    return results
+    )
+    return [before, *(attempt(partial(_resumed, ctx, path, one, first_noise)) for one in runs)]
 
 
 def _resumed(ctx: Context, path: str, privacy: PrivacyConfig | None, root: bytes) -> Any:
@@ -137,15 +135,13 @@ def _resumed(ctx: Context, path: str, privacy: PrivacyConfig | None, root: bytes
 
 
 def fabric_refuses(ctx: Context) -> Any:
-    found: list[Any] = []
-    for loader in (
+    loaders = (
         DataLoader(Rows(), batch_size=4),
         DataLoader(Rows(), batch_size=4, sampler=WeightedRandomSampler([1.0] * SIZE, SIZE)),
         DataLoader(Stream(), batch_size=4),
-    ):
-        found.append(attempt(partial(_one_batch, ctx, loader)))
-    found.append(attempt(partial(_clipped, ctx)))
-    return found
+    )
+    acts = [*(partial(_one_batch, ctx, loader) for loader in loaders), partial(_clipped, ctx)]
+    return [attempt(act) for act in acts]
 
 
 def _one_batch(ctx: Context, loader: Any) -> None:
@@ -236,13 +232,11 @@ def trainer_fits(ctx: Context) -> Any:
 
 
 def trainer_refuses(ctx: Context) -> Any:
-    found = []
-    for settings in (
+    refused: tuple[dict[str, Any], ...] = (
         {"gradient_clip_val": 1.0},
         {"accumulate_grad_batches": 2},
-    ):
-        found.append(attempt(partial(_fit, ctx, settings)))
-    return found
+    )
+    return [attempt(partial(_fit, ctx, settings)) for settings in refused]
 
 
 def _fit(ctx: Context, settings: dict[str, Any]) -> None:
@@ -331,9 +325,7 @@ def test_the_command_line_knows_every_setting() -> None:
     )
     strategy = parser.instantiate(parsed).strategy
     privacy = strategy._door.config.privacy
-    assert privacy == PrivacyConfig(
-        noise_multiplier=0.8, max_grad_norm=0.5, clipping="automatic"
-    )
+    assert privacy == PrivacyConfig(noise_multiplier=0.8, max_grad_norm=0.5, clipping="automatic")
 
 
 @pytest.mark.parametrize("door", [Goose3DStrategy, Goose3DFabricStrategy])
@@ -364,5 +356,3 @@ def test_loaders_are_left_alone_without_privacy() -> None:
 def test_the_monitor_refuses_wrong_numbers(settings: Any) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         PrivacyMonitor(**settings)
-
-
