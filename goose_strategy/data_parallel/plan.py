@@ -37,6 +37,7 @@ class BucketKey:
         tie_owner: ``False`` on the copy that norms leave out.
         optimizer: Index of the optimizer that steps the parameters, if any.
         group: Index of its parameter group.
+        narrow: Gradients of bf16 parameters are accumulated in bf16.
     """
 
     dtype: torch.dtype
@@ -46,6 +47,7 @@ class BucketKey:
     tie_owner: bool = True
     optimizer: int | None = None
     group: int | None = None
+    narrow: bool = False
 
     @property
     def late(self) -> bool:
@@ -58,7 +60,12 @@ class BucketKey:
 
     @property
     def accumulator_dtype(self) -> torch.dtype:
-        """Type in which gradients are summed and main weights are kept."""
+        """Type in which gradients are accumulated."""
+        return torch.bfloat16 if self.narrow else self.main_dtype
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """Type of the main weights, and of whatever is computed with them."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
@@ -133,6 +140,7 @@ def plan_entries(
     owner_of: Mapping[str, tuple[int, int]],
     *,
     tp_size: int,
+    narrow: bool = False,
 ) -> list[Entry]:
     """Return what `plan_buckets` needs to know of parameters that have to be trained.
 
@@ -141,6 +149,7 @@ def plan_entries(
         specs: What is known of their layout; one that is missing is replicated over tp.
         owner_of: Optimizer index and group index by name.
         tp_size: Ranks that share a layer.
+        narrow: Accumulate the gradients of bf16 parameters in bf16.
 
     Raises:
         ConfigError: If a parameter is not real floating point.
@@ -163,6 +172,7 @@ def plan_entries(
             tie_owner=spec is None or spec.tie_owner,
             optimizer=optimizer,
             group=group,
+            narrow=narrow and param.dtype == torch.bfloat16,
         )
         entries.append(Entry(name, param.numel(), key))
     return entries

@@ -45,6 +45,7 @@ class Reducer:
     Attributes:
         mesh: The mesh whose dp axis is reduced over.
         average: Whether sums over dp are divided by dp.
+        config: Size of the buckets, and the types of gradients and states.
         factors: Sum of the factors released since it was last taken, for the check that they are
             equal on all ranks; ``None`` if no call began since then, which all ranks know alike.
         generation: Counts the changes of the buckets.
@@ -75,7 +76,7 @@ class Reducer:
         self.average = average
         self.factors: float | Tensor | None = None
         self.generation = 0
-        self._config = config
+        self.config = config
         self._specs = dict(specs)
         self._owner_of: dict[str, Owner] = dict(owner_of)
         self._params = _unique(params)
@@ -102,12 +103,27 @@ class Reducer:
 
     def _build(self, names: Iterable[str]) -> list[Bucket]:
         wanted = [(name, self._params[name]) for name in names]
-        entries = plan_entries(wanted, self._specs, self._owner_of, tp_size=self.mesh.tp_size)
+        entries = plan_entries(
+            wanted,
+            self._specs,
+            self._owner_of,
+            tp_size=self.mesh.tp_size,
+            narrow=self.config.grads == "bf16",
+        )
         layouts = plan_buckets(
-            entries, dp_size=self.mesh.dp_size, bucket_numel=self._config.bucket_numel
+            entries, dp_size=self.mesh.dp_size, bucket_numel=self.config.bucket_numel
         )
         self._outside.difference_update(name for name, _ in wanted)
-        return [Bucket(layout, self._params, self.mesh, average=self.average) for layout in layouts]
+        return [
+            Bucket(
+                layout,
+                self._params,
+                self.mesh,
+                average=self.average,
+                narrow_wire=self.config.wire == "bf16",
+            )
+            for layout in layouts
+        ]
 
     def _install(self, buckets: list[Bucket]) -> None:
         self.generation += 1
@@ -164,7 +180,7 @@ class Reducer:
 
     def _set_counting(self) -> None:
         self._rounds.ready.counting = (
-            self._sync and self._config.overlap_reduce and not self._calls.running
+            self._sync and self.config.overlap_reduce and not self._calls.running
         )
 
     def finish_backward(self) -> None:

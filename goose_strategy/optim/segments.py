@@ -80,8 +80,8 @@ class Shard:
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         own = bucket.own_weights
-        self.separate = own.dtype != bucket.key.accumulator_dtype
-        self.main = own.to(bucket.key.accumulator_dtype) if self.separate else own
+        self.separate = own.dtype != bucket.key.main_dtype
+        self.main = own.to(bucket.key.main_dtype) if self.separate else own
         begin, end = bucket.grads.start, bucket.grads.stop
         self.pieces = [
             Piece(slot, max(slot.start, begin) - begin, min(slot.stop, end) - begin)
