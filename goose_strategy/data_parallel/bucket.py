@@ -59,9 +59,7 @@ class Bucket:
         self.key: BucketKey = layout.key
         self._mesh = mesh
         # fp64 is asked for by whoever checks the last digits.
-        self._narrow_wire = layout.key.narrow or (
-            narrow_wire and layout.key.dtype != torch.float64
-        )
+        self._narrow_wire = layout.key.narrow or (narrow_wire and layout.key.dtype != torch.float64)
         first = params[layout.entries[0].name]
         self.weights = torch.zeros(layout.size, dtype=layout.key.dtype, device=first.device)
         accumulator = torch.zeros(

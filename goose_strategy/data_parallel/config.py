@@ -49,8 +49,10 @@ class ZeroConfig:
         overlap_param_gather: Do not wait for the weights of other ranks at the end of a step. They
             are waited for by the next forward, ``state_dict()``, a save, and
             ``strategy.synchronize_parameters()``; whoever reads a parameter before sees old ones.
-        max_skipped: Steps in a row that may be skipped because the gradients are not finite, before
-            the run is ended. Only states that are not all fp32 skip by themselves.
+        skip_nonfinite: Also skip steps whose gradients are not finite where the state is all fp32.
+            Such states are otherwise stepped by torch's kernels, which write NaN; all others are
+            stepped by ours, which skip.
+        max_skipped: Steps in a row that may be skipped before the run is ended.
 
     Raises:
         ConfigError: Naming the setting, its value and what is allowed.
@@ -65,6 +67,7 @@ class ZeroConfig:
     grads: WireName = "fp32"
     wire: WireName = "fp32"
     overlap_param_gather: bool = False
+    skip_nonfinite: bool = False
     max_skipped: int = 100
 
     def __post_init__(self) -> None:
@@ -79,7 +82,7 @@ class ZeroConfig:
         one_of(moments, exp_avg_sq=self.exp_avg_sq)
         one_of(["fp32", "bf16"], grads=self.grads)
         one_of(["fp32", "bf16"], wire=self.wire)
-        for name in ("overlap_reduce", "overlap_param_gather"):
+        for name in ("overlap_reduce", "overlap_param_gather", "skip_nonfinite"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r} must be true or false.")

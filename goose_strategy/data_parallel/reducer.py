@@ -161,6 +161,11 @@ class Reducer:
         """Whether any of the module's parameters is fp64, frozen ones included."""
         return any(param.dtype == torch.float64 for param in self._params.values())
 
+    @property
+    def round(self) -> tuple[int, int]:
+        """What changes whenever gradients were summed or grouped anew."""
+        return self.generation, self._rounds.ready.round
+
     def gradient_buckets(self) -> list[Bucket]:
         """Return all buckets with reduced gradients, to be clipped. Collective if they were not."""
         self.finalize()

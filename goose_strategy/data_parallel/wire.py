@@ -29,9 +29,7 @@ class NarrowSum:
         # Kept until the wait: it is what travels.
         self._sent = flat.to(torch.bfloat16)
         self._received = torch.empty_like(self._sent)
-        self._work: Pending | None = exchange_flat(
-            self._received, self._sent, group, async_op=True
-        )
+        self._work: Pending | None = exchange_flat(self._received, self._sent, group, async_op=True)
 
     def wait(self) -> None:
         """Wait for the slices of all ranks and add them."""

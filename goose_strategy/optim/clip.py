@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,6 +32,14 @@ class GradientSource(Protocol):
 
     def gradient_buckets(self) -> list[Bucket]:
         """Return buckets whose gradients are reduced."""
+
+
+@runtime_checkable
+class Judged(Protocol):
+    """A source that decides by the norm whether it steps."""
+
+    def note_norm(self, total: Tensor) -> None:
+        """Note the power sum of the gradients as they are now."""
 
 
 def clip_grad_norm(
@@ -70,6 +78,9 @@ def clip_grad_norm(
     looks = error_if_nonfinite or mesh.device.type == "cpu"
     factors = take_factors(_reducers_of(sources)) if looks else 0.0
     norm, every_factor = global_power_sum(buckets, mesh, norm_type, factors)
+    for source in sources:
+        if isinstance(source, Judged):
+            source.note_norm(norm)
     norm = norm if math.isinf(norm_type) else norm ** (1.0 / norm_type)
     if looks:
         check_factors(every_factor.tolist())

@@ -74,6 +74,10 @@ class FactorCheck:
         mine = torch.zeros(1, dtype=torch.float64, device=mesh.device) + take_factors([reducer])
         everyone = mine.new_empty(mesh.layout.world_size)
         all_gather_flat(everyone, mine, mesh.world).wait()
+        return self.read(everyone)
+
+    def read(self, everyone: Tensor) -> list[float]:
+        """Return gathered numbers: at once on the CPU, on a device those of the call before."""
         return everyone.tolist() if everyone.device.type == "cpu" else self._later(everyone)
 
     def _later(self, everyone: Tensor) -> list[float]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from goose_strategy.errors import CheckpointError
+from goose_strategy.optim.native import CLOCK, NativeShard
 from goose_strategy.optim.zero import SCALARS, ZeroShards
 
 if TYPE_CHECKING:
@@ -68,15 +69,18 @@ def named_optimizer_state(zero: ZeroShards) -> NamedState:
     Returns:
         By parameter name and the optimizer's own key: a `Range` for what torch keeps per element,
         the value itself for what it keeps per parameter (``step``). Parameters of lower precision
-        have their fp32 main weight under `MAIN`. Tensors share storage with the state.
+        have their fp32 main weight under `MAIN`. Tensors share storage with the state where that is
+        fp32; what is kept in fewer bits is decoded, and comes back to the same bits when it is
+        loaded into the same preset.
     """
     named: NamedState = {}
     for shard in zero.shards:
         if shard.separate:
+            values = shard.main_values()
             for piece in shard.pieces:
-                main = shard.main[piece.start : piece.stop]
+                main = values[piece.start : piece.stop]
                 named[piece.slot.name] = {MAIN: Range(main, *piece.within_param(shard.bucket))}
-        for piece, state in shard.states_by_piece(zero.states):
+        for piece, state in zero.states_by_piece(shard):
             start, stop = piece.within_param(shard.bucket)
             entries = named.setdefault(piece.slot.name, {})
             for key, value in state.items():
@@ -101,21 +105,32 @@ def load_named_optimizer_state(zero: ZeroShards, state: Mapping[str, Mapping[str
     ranges = owned_ranges(zero)
     for name, entries in state.items():
         _check_ranges(name, entries, ranges)
+    everything = []
     for shard in zero.shards:
         found: dict[str, State] = {}
         for piece in shard.pieces:
             entries = state.get(piece.slot.name, {})
-            main = entries.get(MAIN)
-            if shard.separate:
-                place = shard.main[piece.start : piece.stop]
-                weights = shard.bucket.own_weights[piece.start : piece.stop]
-                place.copy_(main[0] if isinstance(main, tuple) else weights)
-            kept = {key: value for key, value in entries.items() if key != MAIN}
+            kept = {key: value for key, value in entries.items() if key not in (MAIN, CLOCK)}
             if kept:
                 found[piece.slot.name] = {
                     key: _loaded(zero, shard, key, value) for key, value in kept.items()
                 }
-        shard.install(found, zero.states)
+                if zero.native is not None and CLOCK in entries:
+                    found[piece.slot.name][CLOCK] = entries[CLOCK]
+        if shard.separate:
+            _load_main(shard, state)
+        everything.append((shard, found))
+    zero.install(everything, everything=True)
+
+
+def _load_main(shard: Shard | NativeShard, state: Mapping[str, Mapping[str, Entry]]) -> None:
+    """Set the main weights of a slice; where none are given they are the weights."""
+    main = shard.bucket.own_weights.to(torch.float32)
+    for piece in shard.pieces:
+        given = state.get(piece.slot.name, {}).get(MAIN)
+        if isinstance(given, tuple):
+            main[piece.start : piece.stop].copy_(given[0])
+    shard.set_main(main)
 
 
 def _check_ranges(
@@ -135,12 +150,12 @@ def _check_ranges(
             )
 
 
-def _loaded(zero: ZeroShards, shard: Shard, key: str, value: Entry) -> object:
+def _loaded(zero: ZeroShards, shard: Shard | NativeShard, key: str, value: Entry) -> object:
     if isinstance(value, tuple):
-        return value[0].to(shard.main.device, shard.main.dtype)
+        return value[0].to(shard.bucket.own_weights.device, shard.bucket.key.main_dtype)
     if isinstance(value, Tensor) and key in SCALARS:
         group = zero.optimizer.param_groups[shard.bucket.key.group or 0]
         # torch wants the step where its kernel reads it, and on the host otherwise.
         on_device = bool(group.get("capturable")) or bool(group.get("fused"))
-        return value.to(shard.main.device if on_device else torch.device("cpu"))
+        return value.to(shard.bucket.own_weights.device if on_device else torch.device("cpu"))
     return value

@@ -14,6 +14,7 @@ from torch import optim
 from torch.optim import Optimizer
 
 from goose_strategy.errors import ConfigError
+from goose_strategy.optim.lion import Lion
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.AdamW,
@@ -27,8 +28,9 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.Adadelta,
     optim.ASGD,
     optim.Rprop,
+    Lion,
 )
-"""torch optimizers that treat every element alone."""
+"""Optimizers that treat every element alone."""
 
 _FUSED_ON_CPU: tuple[type[Optimizer], ...] = (optim.AdamW, optim.Adam, optim.Adagrad)
 
@@ -46,7 +48,7 @@ def check_supported(optimizer: Optimizer) -> None:
     raise ConfigError(
         f"optimizer={type(optimizer).__name__} cannot be sharded: each rank steps a slice that "
         f"cuts through parameters, which is exact only for elementwise optimizers. Use one of "
-        f"torch.optim's {names}, or a subclass that does not override step()."
+        f"{names}, or a subclass that does not override step()."
     )
 
 

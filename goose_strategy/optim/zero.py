@@ -8,6 +8,9 @@ callbacks see nothing unusual); hooks swap the slices in while torch's step runs
     torch's step      over a few flat tensors; the user's foreach/fused/capturable flags decide how
     step post-hook    model parameters back -> weights gathered over dp
 
+Where the state is kept in fewer bits, the groups are empty while torch's step runs, and `cuda_ops`
+steps the slices after it, by the numbers in the groups.
+
 The hooks are registered, not patched in: LR schedulers replace ``optimizer.step`` themselves.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +28,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from goose_strategy.errors import CheckpointError, ConfigError
-from goose_strategy.optim.factors import FactorCheck, check_factors
+from goose_strategy.optim.clip import global_power_sum
+from goose_strategy.optim.factors import FactorCheck, check_factors, take_factors
+from goose_strategy.optim.native import NativeShard
 from goose_strategy.optim.segments import Piece, Segment, Shard, State
+from goose_strategy.optim.steps import NativeSteps
+from goose_strategy.optim.storage import is_native
 from goose_strategy.optim.supported import check_supported, prefers_fused
 
 if TYPE_CHECKING:
@@ -46,33 +54,43 @@ class ZeroShards:
         optimizer: The user's optimizer.
         shards: This rank's slice of each bucket the optimizer steps.
         states: Optimizer state by segment weight. ``optimizer.state`` is empty outside of a step.
+        native: Steps the shards where they are not torch's to step.
     """
 
-    def __init__(self, reducer: Reducer, optimizer: Optimizer) -> None:
+    def __init__(
+        self, reducer: Reducer, optimizer: Optimizer, *, native: bool | None = None
+    ) -> None:
         """Attach to the optimizer. Collective over dp if parameters have to change buckets.
 
         Args:
             reducer: Knows the parameters of the module.
             optimizer: An elementwise torch optimizer over some of them; other optimizers may hold
                 others. State it has already (after ``load_state_dict``) is sliced.
+            native: Whether `cuda_ops` steps it, the same on all ranks; decided by the settings and
+                this rank's parameters if ``None``.
 
         Raises:
-            ConfigError: If the optimizer is not elementwise, or holds a parameter that is not the
-                module's.
+            ConfigError: If the optimizer is not elementwise, holds a parameter that is not the
+                module's, or cannot have the storage that is asked for.
         """
         check_supported(optimizer)
+        if native is None:
+            native = is_native(reducer.config, optimizer, dtypes_of(optimizer))
         self.reducer = reducer
         self.optimizer = optimizer
-        self.shards: list[Shard] = []
+        self.native = NativeSteps(reducer, optimizer) if native else None
+        self.shards: list[Shard | NativeShard] = []
         self.states: defaultdict[Tensor, Any] = defaultdict(dict)
-        self._by_bucket: dict[int, Shard] = {}
-        self._fresh: list[Shard] = []
+        self._by_bucket: dict[int, Shard | NativeShard] = {}
+        self._fresh: list[Shard | NativeShard] = []
         # State for whole parameters that have no bucket yet, because they are frozen.
         self._whole: dict[Tensor, State] = {}
         self._known: list[tuple[list[nn.Parameter], int]] = []
         self._hidden: Groups | None = None
         self._fused: list[dict[str, Any]] = []
-        self._stepped: list[Shard] = []
+        self._stepped: list[Shard | NativeShard] = []
+        # The norm that a clipping has computed, and what the gradients were then.
+        self._norm: tuple[Tensor, object] | None = None
         self._factors = FactorCheck(reducer.mesh)
         self._index = self._find_index()
         self._regroup()
@@ -121,7 +139,7 @@ class ZeroShards:
             if bucket.key.optimizer == self._index:
                 shard = kept.get(id(bucket))
                 if shard is None:
-                    shard = Shard(bucket)
+                    shard = Shard(bucket) if self.native is None else self.native.make(bucket)
                     self._fresh.append(shard)
                 self._by_bucket[id(bucket)] = shard
         self.shards = list(self._by_bucket.values())
@@ -148,9 +166,31 @@ class ZeroShards:
         if self._changed():
             self._regroup()
 
+    @property
+    def must_exchange(self) -> bool:
+        """Whether the coming step has to ask all ranks for something, which all know alike."""
+        return self.reducer.factors is not None or (self.native is not None and not self._judged)
+
+    @property
+    def _judged(self) -> bool:
+        return self._norm is not None and self._norm[1] == self.reducer.round
+
+    def note_norm(self, total: Tensor) -> None:
+        """Note the power sum of the gradients, which a step need not take again."""
+        self._norm = (total, self.reducer.round)
+
     def exchange_factors(self) -> list[float]:
-        """Return the factors on the loss that no clipping compared, by rank. Collective if any."""
-        return self._factors.exchange(self.reducer)
+        """Return the factors on the loss that no clipping compared, by rank.
+
+        Collective over the world if `must_exchange`. A native step learns of the norm with them.
+        """
+        if self.native is None or not self.must_exchange:
+            return self._factors.exchange(self.reducer)
+        buckets = [shard.bucket for shard in self.shards]
+        mine = take_factors([self.reducer])
+        total, factors = global_power_sum(buckets, self.reducer.mesh, 2.0, mine)
+        self.note_norm(total)
+        return self._factors.read(factors)
 
     def gradient_buckets(self) -> list[Bucket]:
         """Return this optimizer's buckets with reduced gradients, to be clipped."""
@@ -191,15 +231,12 @@ class ZeroShards:
                 stacklevel=2,
             )
         groups: Groups = [[] for _ in self.optimizer.param_groups]
-        self._stepped = []
-        for shard in self.shards:
-            index = shard.bucket.key.group
-            if index is None or not any(s.param.grad is not None for s in shard.bucket.slots):
-                continue
-            self._stepped.append(shard)
-            for segment in shard.active(self.states):
-                segment.weight.grad = segment.grad
-                groups[index].append(segment.weight)
+        if self.native is None:
+            self._offer_segments(groups)
+        elif self._norm is not None:
+            native = [shard for shard in self.shards if isinstance(shard, NativeShard)]
+            self._stepped = [*self.native.prepare(native, self._norm[0])]
+            self._norm = None
         self._hidden = []
         for group, weights in zip(self.optimizer.param_groups, groups, strict=True):
             self._hidden.append(group["params"])
@@ -208,6 +245,19 @@ class ZeroShards:
                 group["fused"] = True
                 self._fused.append(group)
         self.optimizer.state = self.states
+
+    def _offer_segments(self, groups: Groups) -> None:
+        """Put what torch is to step into ``groups``, by parameter group."""
+        self._stepped = []
+        for shard in self.shards:
+            index = shard.bucket.key.group
+            if isinstance(shard, NativeShard) or index is None:
+                continue
+            if any(s.param.grad is not None for s in shard.bucket.slots):
+                self._stepped.append(shard)
+                for segment in shard.active(self.states):
+                    segment.weight.grad = segment.grad
+                    groups[index].append(segment.weight)
 
     def _wants_fused(self, group: dict[str, Any], weights: list[nn.Parameter]) -> bool:
         open_choice = group.get("foreach") is None and group.get("fused", False) is None
@@ -237,9 +287,12 @@ class ZeroShards:
         self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]
     ) -> None:
         self._show_params()
+        if self.native is not None:
+            self.native.run()
         pending = []
         for shard in self._stepped:
-            shard.publish()
+            if isinstance(shard, Shard):
+                shard.publish()
             pending.append(shard.bucket.gather_weights())
         for work in pending:
             work.wait()
@@ -256,7 +309,7 @@ class ZeroShards:
         Returns:
             Whether that was so anywhere in this rank's slices.
         """
-        separate = [shard for shard in self.shards if shard.separate]
+        separate = [shard for shard in self.shards if shard.checks_weights]
         if not separate:
             return False
         # The one value that the host reads in a step on a device.
@@ -274,6 +327,7 @@ class ZeroShards:
             self._whole, shards = dict(full), self.shards
         if not self._whole:
             return
+        everything = []
         for shard in shards:
             whole = {s.name: self._whole.pop(s.param, None) for s in shard.bucket.slots}
             found = {}
@@ -281,11 +335,40 @@ class ZeroShards:
                 state = whole[piece.slot.name]
                 if state:
                     found[piece.slot.name] = _sliced(state, piece, shard.bucket)
-            shard.install(found, self.states)
+            everything.append((shard, found))
+        self.install(everything, everything=bool(full))
+
+    def install(
+        self, found: Sequence[tuple[Shard | NativeShard, Mapping[str, State]]], *, everything: bool
+    ) -> None:
+        """Replace the states of shards.
+
+        Args:
+            found: Each shard with its states by parameter name, cut to this rank's pieces.
+            everything: Whether these are all shards.
+        """
+        native = [(shard, own) for shard, own in found if isinstance(shard, NativeShard)]
+        if self.native is not None:
+            self.native.install(native, everything=everything)
+        for shard, own in found:
+            if isinstance(shard, Shard):
+                shard.install(own, self.states)
+
+    def states_by_piece(self, shard: Shard | NativeShard) -> Iterable[tuple[Piece, State]]:
+        """Yield each piece of a shard that has a state, with flat tensors of its own length."""
+        if isinstance(shard, Shard):
+            return shard.states_by_piece(self.states)
+        return [] if self.native is None else shard.states_by_piece(self.native.clock)
 
     def segments(self) -> list[Segment]:
-        """Return all segments of this rank."""
-        return [segment for shard in self.shards for segment in shard.segments]
+        """Return all segments of this rank that torch steps."""
+        shards = (shard for shard in self.shards if isinstance(shard, Shard))
+        return [segment for shard in shards for segment in shard.segments]
+
+
+def dtypes_of(optimizer: Optimizer) -> set[torch.dtype]:
+    """Return the types of the parameters that an optimizer holds, frozen ones included."""
+    return {param.dtype for group in optimizer.param_groups for param in group["params"]}
 
 
 def _sliced(state: State, piece: Piece, bucket: Bucket) -> State:

@@ -41,7 +41,7 @@ from goose_strategy.runtime.replicate import (
     equalize,
     share_random_state,
 )
-from goose_strategy.runtime.stepping import WatchedShards
+from goose_strategy.runtime.stepping import WatchedShards, native_on_any_rank
 from goose_strategy.runtime.surgery import Surgery, operate
 from goose_strategy.runtime.verdict import agreed, equal_everywhere
 
@@ -230,10 +230,14 @@ class ShardedModel:
         """
         strip_placeholders(optimizers)
         owned = self._owned(optimizers)
+        native = native_on_any_rank(optimizers, self.config.zero, self.mesh)
         self._detach()
         self.optimizers = list(optimizers)
         reducer = self._build_reducer(owned)
-        self.shards = [WatchedShards(reducer, o, self.watch) for o in self.optimizers]
+        self.shards = [
+            WatchedShards(reducer, o, self.watch, native=n)
+            for o, n in zip(self.optimizers, native, strict=True)
+        ]
 
     def add(self, optimizer: Optimizer) -> None:
         """Attach one more optimizer; those attached before keep their state. Collective.
@@ -246,7 +250,8 @@ class ShardedModel:
             return
         strip_placeholders([optimizer])
         self._owned([*self.optimizers, optimizer])
-        self.shards.append(WatchedShards(self.reducer, optimizer, self.watch))
+        (native,) = native_on_any_rank([optimizer], self.config.zero, self.mesh)
+        self.shards.append(WatchedShards(self.reducer, optimizer, self.watch, native=native))
         self.optimizers.append(optimizer)
 
     def _owned(self, optimizers: Sequence[Optimizer]) -> dict[str, tuple[int, int]]:

@@ -33,6 +33,7 @@ WRONG = [
     ("wire", None),
     ("overlap_param_gather", "yes"),
     ("overlap_reduce", 1),
+    ("skip_nonfinite", "no"),
     ("max_skipped", 0),
     ("max_skipped", 2.5),
 ]

@@ -41,9 +41,7 @@ def _summed(ctx: Context, dtype: torch.dtype, shared_memory: bool) -> Tensor:
     pending.wait()
     pending.wait()
     own = flat.view(ctx.world_size, WIDTH)[ctx.rank].clone()
-    flat.view(ctx.world_size, WIDTH)[ctx.rank].copy_(
-        kept.view(ctx.world_size, WIDTH)[ctx.rank]
-    )
+    flat.view(ctx.world_size, WIDTH)[ctx.rank].copy_(kept.view(ctx.world_size, WIDTH)[ctx.rank])
     assert torch.equal(flat, kept), "the other slices stay"
     mesh.close()
     return own

@@ -174,9 +174,7 @@ class Sharded(Plain):
             list(model.named_parameters()),
             specs or {},
             mesh,
-            config=ZeroConfig(
-                bucket_numel=bucket_numel, overlap_reduce=overlap, **(zero or {})
-            ),
+            config=ZeroConfig(bucket_numel=bucket_numel, overlap_reduce=overlap, **(zero or {})),
             average=True,
             owner_of=owners if told else {},
         )
