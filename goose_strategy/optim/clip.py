@@ -36,7 +36,11 @@ class GradientSource(Protocol):
 
 @runtime_checkable
 class Judged(Protocol):
-    """A source that decides by the norm whether it steps."""
+    """A source that may decide by the norm whether it steps."""
+
+    @property
+    def skips(self) -> bool:
+        """Whether it skips a step whose gradients are not finite."""
 
     def note_norm(self, total: Tensor) -> None:
         """Note the power sum of the gradients as they are now."""
@@ -78,9 +82,9 @@ def clip_grad_norm(
     looks = error_if_nonfinite or mesh.device.type == "cpu"
     factors = take_factors(_reducers_of(sources)) if looks else 0.0
     norm, every_factor = global_power_sum(buckets, mesh, norm_type, factors)
-    for source in sources:
-        if isinstance(source, Judged):
-            source.note_norm(norm)
+    judged = [source for source in sources if isinstance(source, Judged)]
+    for source in judged:
+        source.note_norm(norm)
     norm = norm if math.isinf(norm_type) else norm ** (1.0 / norm_type)
     if looks:
         check_factors(every_factor.tolist())
@@ -92,12 +96,28 @@ def clip_grad_norm(
     wide = any(reducer.wide for reducer in _reducers_of(sources))
     norm = norm if wide else norm.float()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    # Reading the factor is free on the CPU and would make the host wait on a device.
-    if factor.device.type != "cpu" or float(factor) != 1.0:
-        for bucket in buckets:
-            for run in gradient_runs(bucket):
-                run.mul_(factor)
+    if len(judged) == len(sources) and all(source.skips for source in judged):
+        # They will be skipped; what is not finite already needs no spreading.
+        factor = torch.where(norm.isfinite(), factor, 1.0)
+    _scale(buckets, factor)
     return norm
+
+
+def _scale(buckets: Sequence[Bucket], factor: Tensor) -> None:
+    """Multiply gradients by a scalar tensor."""
+    on_cpu = factor.device.type == "cpu"
+    # Reading the factor is free on the CPU and would make the host wait on a device.
+    if on_cpu and float(factor) == 1.0:
+        return
+    for bucket in buckets:
+        for run in gradient_runs(bucket):
+            run.mul_(factor)
+        if on_cpu and math.isnan(factor):
+            # Between parameters must stay zeros, or the next norms would be NaN, too.
+            grads = bucket.grads
+            ends = [*(slot.start for slot in grads.slots[1:]), grads.flat.numel()]
+            for slot, end in zip(grads.slots, ends, strict=True):
+                grads.flat[slot.stop : end] = 0
 
 
 def clip_grad_value(sources: Sequence[GradientSource], clip_value: float) -> None:

@@ -172,6 +172,11 @@ class ZeroShards:
         return self.reducer.factors is not None or (self.native is not None and not self._judged)
 
     @property
+    def skips(self) -> bool:
+        """Whether a step is skipped whose gradients are not finite."""
+        return self.native is not None
+
+    @property
     def _judged(self) -> bool:
         return self._norm is not None and self._norm[1] == self.reducer.round
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from goose_strategy.optim.lion import Lion
 from tests.data_parallel import toy
 from tests.data_parallel.test_reducer import ordinary, reference, run_sharded
-from tests.data_parallel.toy import Sharded, Trace, adamw, assert_same, decay_groups
+from tests.data_parallel.toy import Sharded, Trace, assert_same, decay_groups
 from tests.harness.worker import Context
 from tests.harness.world import run_ranks
 from tests.optim.narrow import (
@@ -55,7 +55,9 @@ def test_fp32_states_equal_one_process(kind: type[optim.Optimizer], options: dic
     wanted = partial(make, kind, options)
     expected = reference(ordinary, wanted, dtype=torch.float32)
     zero = {"preset": "fp32", "skip_nonfinite": True}
-    for trace in run_ranks(run_sharded, 2, ordinary, wanted, {"dtype": torch.float32, "zero": zero}):
+    for trace in run_ranks(
+        run_sharded, 2, ordinary, wanted, {"dtype": torch.float32, "zero": zero}
+    ):
         # As far apart as torch's own kernels, where gradients are summed in another order.
         assert_same(trace, expected, rel=1e-4 if kind is Lion else 1e-5)
 
@@ -134,7 +136,9 @@ def _sizes(ctx: Context, zero: dict, dtype: torch.dtype) -> tuple[int, int]:
         kept = {
             name: value
             for name, value in vars(shard.flat).items()
-            if isinstance(value, Tensor) and name != "weight" and value is not shard.bucket.own_weights
+            if isinstance(value, Tensor)
+            and name != "weight"
+            and value is not shard.bucket.own_weights
         }
         state += sum(value.numel() * value.element_size() for value in kept.values())
         elements += shard.flat.numel

@@ -123,7 +123,7 @@ def test_a_run_that_only_skips_is_ended() -> None:
 
 
 def test_the_message_says_what_to_look_for() -> None:
-    with pytest.raises(RankFailure, match="max_skipped=2.*look for the first NaN"):
+    with pytest.raises(RankFailure, match=r"max_skipped=2.*look for the first NaN"):
         run_ranks(_ended, 1)
 
 
