@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 
+SCALARS = frozenset({"step", "mu_product", "eta", "mu", "clock"})
+"""Keys under which elementwise optimizers keep one number per parameter."""
+
 
 class Piece:
     """The part of one parameter that lies in this rank's slice.

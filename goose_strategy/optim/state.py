@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from goose_strategy.errors import CheckpointError
-from goose_strategy.optim.native import CLOCK, NativeShard
-from goose_strategy.optim.zero import SCALARS, ZeroShards
+from goose_strategy.optim.native import CLOCK
+from goose_strategy.optim.segments import SCALARS
 
 if TYPE_CHECKING:
+    from goose_strategy.optim.native import NativeShard
     from goose_strategy.optim.segments import Shard, State
+    from goose_strategy.optim.zero import ZeroShards
 
 MAIN = "main"
 """Key of the fp32 main weight of a parameter of lower precision."""
@@ -102,9 +104,7 @@ def load_named_optimizer_state(zero: ZeroShards, state: Mapping[str, Mapping[str
     Raises:
         CheckpointError: If a range is not the one this rank steps; nothing is changed then.
     """
-    ranges = owned_ranges(zero)
-    for name, entries in state.items():
-        _check_ranges(name, entries, ranges)
+    check_ranges(zero, state)
     everything = []
     for shard in zero.shards:
         found: dict[str, State] = {}
@@ -131,6 +131,17 @@ def _load_main(shard: Shard | NativeShard, state: Mapping[str, Mapping[str, Entr
         if isinstance(given, tuple):
             main[piece.start : piece.stop].copy_(given[0])
     shard.set_main(main)
+
+
+def check_ranges(zero: ZeroShards, state: Mapping[str, Mapping[str, Entry]]) -> None:
+    """Check that states cover exactly what this rank steps.
+
+    Raises:
+        CheckpointError: If one does not.
+    """
+    ranges = owned_ranges(zero)
+    for name, entries in state.items():
+        _check_ranges(name, entries, ranges)
 
 
 def _check_ranges(

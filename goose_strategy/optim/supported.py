@@ -8,9 +8,11 @@ balances badly and leaves all gradients on all ranks.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import optim
+from torch import nn, optim
 from torch.optim import Optimizer
 
 from goose_strategy.errors import ConfigError
@@ -62,3 +64,12 @@ def prefers_fused(optimizer: Optimizer, device: torch.device) -> bool:
     and fails where some parameters have a momentum and others not yet.
     """
     return device.type == "cpu" and isinstance(optimizer, _FUSED_ON_CPU)
+
+
+def wants_fused(
+    optimizer: Optimizer, group: Mapping[str, Any], weights: Sequence[nn.Parameter]
+) -> bool:
+    """Whether a group whose slices are ``weights`` is to be run with ``fused=True``."""
+    open_choice = group.get("foreach") is None and group.get("fused", False) is None
+    plain = not group.get("differentiable") and not group.get("capturable")
+    return open_choice and plain and bool(weights) and prefers_fused(optimizer, weights[0].device)

@@ -27,23 +27,23 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from goose_strategy.errors import CheckpointError, ConfigError
+from goose_strategy.errors import ConfigError
 from goose_strategy.optim.clip import global_power_sum
 from goose_strategy.optim.factors import FactorCheck, check_factors, take_factors
+from goose_strategy.optim.local import local_state, named_from, sliced
 from goose_strategy.optim.native import NativeShard
 from goose_strategy.optim.segments import Piece, Segment, Shard, State
+from goose_strategy.optim.state import NamedState, check_ranges, load_named_optimizer_state
 from goose_strategy.optim.steps import NativeSteps
 from goose_strategy.optim.storage import is_native
-from goose_strategy.optim.supported import check_supported, prefers_fused
+from goose_strategy.optim.supported import check_supported, wants_fused
 
 if TYPE_CHECKING:
+    from goose_strategy.comm.collectives import Pending
     from goose_strategy.data_parallel.bucket import Bucket
     from goose_strategy.data_parallel.reducer import Reducer
 
 Groups = list[list[nn.Parameter]]
-
-SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
-"""Keys under which torch's elementwise optimizers keep one number per tensor."""
 
 
 class ZeroShards:
@@ -91,6 +91,8 @@ class ZeroShards:
         self._stepped: list[Shard | NativeShard] = []
         # The norm that a clipping has computed, and what the gradients were then.
         self._norm: tuple[Tensor, object] | None = None
+        self._loaded: tuple[NamedState, dict[Tensor, State]] | None = None
+        self._gathers: list[Pending] = []
         self._factors = FactorCheck(reducer.mesh)
         self._index = self._find_index()
         self._regroup()
@@ -98,12 +100,15 @@ class ZeroShards:
         self._handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_pre_hook(_refuse_state_dict),
+            optimizer.register_state_dict_post_hook(self._add_state),
+            optimizer.register_load_state_dict_pre_hook(self._keep_state),
+            optimizer.register_load_state_dict_post_hook(self._load_state),
         ]
 
     def close(self) -> None:
         """Remove the hooks; the state of this rank's slices is lost."""
         self._show_params()
+        self.flush()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -160,6 +165,7 @@ class ZeroShards:
 
     def prepare(self) -> None:
         """Take up added parameters and make every gradient reduced. Collective if any was not."""
+        self.flush()
         if self._changed():
             self._regroup()
         self.reducer.finalize()
@@ -246,7 +252,7 @@ class ZeroShards:
         for group, weights in zip(self.optimizer.param_groups, groups, strict=True):
             self._hidden.append(group["params"])
             group["params"] = weights
-            if self._wants_fused(group, weights):
+            if wants_fused(self.optimizer, group, weights):
                 group["fused"] = True
                 self._fused.append(group)
         self.optimizer.state = self.states
@@ -263,16 +269,6 @@ class ZeroShards:
                 for segment in shard.active(self.states):
                     segment.weight.grad = segment.grad
                     groups[index].append(segment.weight)
-
-    def _wants_fused(self, group: dict[str, Any], weights: list[nn.Parameter]) -> bool:
-        open_choice = group.get("foreach") is None and group.get("fused", False) is None
-        plain = not group.get("differentiable") and not group.get("capturable")
-        return (
-            open_choice
-            and plain
-            and bool(weights)
-            and prefers_fused(self.optimizer, weights[0].device)
-        )
 
     def _show_params(self) -> None:
         """Put the model's parameters back into the groups, if the slices are there."""
@@ -294,17 +290,22 @@ class ZeroShards:
         self._show_params()
         if self.native is not None:
             self.native.run()
-        pending = []
         for shard in self._stepped:
             if isinstance(shard, Shard):
                 shard.publish()
-            pending.append(shard.bucket.gather_weights())
-        for work in pending:
-            work.wait()
+            self._gathers.append(shard.bucket.gather_weights())
+        if not self.reducer.config.overlap_param_gather:
+            self.flush()
         for shard in self._stepped:
             # Autograd notices weights that changed between a forward and its backward.
             increment_version([s.param for s in shard.bucket.slots if s.param.grad is not None])
         self._stepped = []
+
+    def flush(self) -> None:
+        """Wait for the weights of the other ranks, if the last step did not."""
+        gathers, self._gathers = self._gathers, []
+        for work in gathers:
+            work.wait()
 
     # -- main weights and states ---------------------------------------------------------------
 
@@ -339,9 +340,26 @@ class ZeroShards:
             for piece in shard.pieces:
                 state = whole[piece.slot.name]
                 if state:
-                    found[piece.slot.name] = _sliced(state, piece, shard.bucket)
+                    found[piece.slot.name] = sliced(state, piece, shard.bucket)
             everything.append((shard, found))
         self.install(everything, everything=bool(full))
+
+    def _add_state(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._absorb()
+        return {**state_dict, "state": local_state(self)}
+
+    def _keep_state(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Take the states out of torch's hands, which would cast them to the weights' types."""
+        named, whole = named_from(self, state_dict)
+        check_ranges(self, named)
+        self._loaded = named, whole
+        return {**state_dict, "state": {}}
+
+    def _load_state(self, _optimizer: Optimizer) -> None:
+        if self._loaded is not None:
+            (named, self._whole), self._loaded = self._loaded, None
+            load_named_optimizer_state(self, named)
+            self._fresh = []
 
     def install(
         self, found: Sequence[tuple[Shard | NativeShard, Mapping[str, State]]], *, everything: bool
@@ -374,29 +392,3 @@ class ZeroShards:
 def dtypes_of(optimizer: Optimizer) -> set[torch.dtype]:
     """Return the types of the parameters that an optimizer holds, frozen ones included."""
     return {param.dtype for group in optimizer.param_groups for param in group["params"]}
-
-
-def _sliced(state: State, piece: Piece, bucket: Bucket) -> State:
-    """Cut the state of a whole parameter down to a piece of it."""
-    start, stop = piece.within_param(bucket)
-    shape = piece.slot.param.shape
-    cut: State = {}
-    for key, value in state.items():
-        if isinstance(value, Tensor) and key not in SCALARS:
-            if value.shape != shape:
-                raise CheckpointError(
-                    f"the optimizer's state {key!r} of {piece.slot.name!r} has shape="
-                    f"{tuple(value.shape)}, but the parameter on this rank has {tuple(shape)}; "
-                    "load the checkpoint through the strategy."
-                )
-            cut[key] = value.reshape(-1)[start:stop]
-        else:
-            cut[key] = value
-    return cut
-
-
-def _refuse_state_dict(optimizer: Optimizer) -> None:
-    raise CheckpointError(
-        f"{type(optimizer).__name__}.state_dict() would hold no state: it lies in slices on the "
-        "data-parallel ranks. Save through the strategy (fabric.save, trainer.save_checkpoint)."
-    )

@@ -40,7 +40,8 @@ def assign(driver: Sharded, step: int, *, without: tuple[str, ...] = ()) -> None
         if name.startswith(without) and without:
             continue
         grad = gradient(name, param.shape, step)
-        param.grad = grad.to(BF16) if narrow and param.dtype == BF16 else grad
+        wide = torch.float64 if param.dtype == torch.float64 else torch.float32
+        param.grad = grad.to(BF16 if narrow and param.dtype == BF16 else wide)
 
 
 def train(driver: Sharded, steps: range, *, max_norm: float = 0.7) -> None:
@@ -97,7 +98,7 @@ def whole(parts: list[NamedState]) -> Whole:
                     assert torch.equal(kept, torch.as_tensor(value))
                     continue
                 values, first, last = value
-                blank = torch.full((shapes[name].numel(),), torch.nan)
+                blank = torch.full((shapes[name].numel(),), torch.nan, dtype=values.dtype)
                 flat = found.setdefault(name, {}).setdefault(key, blank)
                 flat[first:last] = values
     return found
