@@ -123,6 +123,15 @@ def load_named_optimizer_state(zero: ZeroShards, state: Mapping[str, Mapping[str
     zero.install(everything, everything=True)
 
 
+def settle_loaded(zero: ZeroShards) -> None:
+    """Let all ranks hold the weights and the count of steps that were loaded. Collective."""
+    if zero.native is not None:
+        zero.native.agree()
+        # The nearest bf16 of a main weight may be another one than the checkpoint's.
+        for shard in zero.shards:
+            shard.bucket.gather_weights().wait()
+
+
 def _load_main(shard: Shard | NativeShard, state: Mapping[str, Mapping[str, Entry]]) -> None:
     """Set the main weights of a slice; where none are given they are the weights."""
     main = shard.bucket.own_weights.to(torch.float32)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from goose_strategy.comm.collectives import all_reduce
 from goose_strategy.errors import BatchError, ConfigError
 from goose_strategy.optim.clock import Clock
 from goose_strategy.optim.native import CLOCK, NativeShard
@@ -179,3 +180,12 @@ class NativeSteps:
         for (shard, by_name), pairs in zip(found, wanted, strict=True):
             shard.rows, rows = rows[: len(pairs)], rows[len(pairs) :]
             shard.install(by_name)
+
+    def agree(self) -> None:
+        """Take the largest count of any rank after states were installed. Collective.
+
+        A rank that steps few parameters, or none, may not have seen one that was always stepped.
+        """
+        count = self.clock.state.counters[:1].cpu()
+        all_reduce(count, self._mesh.control, op="max")
+        self.clock.state.counters[0] = count[0]

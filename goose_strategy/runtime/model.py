@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from goose_strategy.data_parallel.reducer import Reducer
-from goose_strategy.errors import BatchError, ConfigError
+from goose_strategy.errors import ConfigError
 from goose_strategy.hub.read import check_readable, fingerprints, is_unread, while_cut
 from goose_strategy.optim.supported import check_supported
 from goose_strategy.pipeline_parallel.hooks import PipelineHooks
@@ -34,7 +34,7 @@ from goose_strategy.runtime.naming import (
     refill_groups,
     strip_placeholders,
 )
-from goose_strategy.runtime.pipeline import PipelineCall, releases_of
+from goose_strategy.runtime.pipeline import PipelineCall, check_releases
 from goose_strategy.runtime.replicate import (
     broadcast_buffers,
     buffer_places,
@@ -203,6 +203,9 @@ class ShardedModel:
         if hook_forward:
             handle = self.module.register_forward_pre_hook(self._before_call)
             self._undo.callback(handle.remove)
+        for module in self.module.modules() if self.config.zero.overlap_param_gather else ():
+            handle = module.register_state_dict_pre_hook(lambda *_: self.synchronize())
+            self._undo.callback(handle.remove)
 
     @uncompiled
     def _before_call(self, module: nn.Module, _args: object) -> None:
@@ -286,12 +289,18 @@ class ShardedModel:
             self.reducer.close()
             self.reducer = None
 
+    def synchronize(self) -> None:
+        """Wait for the weights of other ranks where the last step did not."""
+        for shard in self.shards:
+            shard.flush()
+
     def prepare_gradients(self) -> None:
         """Make sure that weights have values and gradients of the coming backward buckets.
 
         Raises:
             ConfigError: If weights were never loaded.
         """
+        self.synchronize()
         self.check_filled()
         if self.reducer is None and self.surgery.trains and torch.is_grad_enabled():
             self._build_reducer({})
@@ -320,19 +329,8 @@ class ShardedModel:
             BatchError: If ``pp > 1`` and the loss has no node of ours in its graph.
             RuntimeError: If it was released before, or its forward ran with another `sync`.
         """
-        if self._pipeline is None:
-            return
-        if found := releases_of(loss):
-            for release in found:
-                release.check()
-            return
-        raise BatchError(
-            "backward() was called on a tensor that does not come from a pipelined call. With "
-            "pp > 1 the loss must be the model's own (pass labels=...), or be computed on the last "
-            "stage: PipelineConfig(loss_fn=my_loss) with my_loss(outputs, microbatch) -> "
-            "(sum, count).",
-            rank=self.mesh.rank,
-        )
+        if self._pipeline is not None:
+            check_releases(loss, self.mesh.rank)
 
     @contextmanager
     def watch(self, what: str) -> Generator[None, None, None]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from goose_strategy.comm.collectives import all_gather_objects, all_reduce, broadcast
-from goose_strategy.errors import ScheduleError
+from goose_strategy.errors import BatchError, ScheduleError
 from goose_strategy.pipeline_parallel.bridge import attach_loss
 from goose_strategy.pipeline_parallel.engine import Engine, StepResult
 from goose_strategy.pipeline_parallel.links import connect_stages
@@ -218,3 +218,23 @@ def releases_of(loss: Tensor) -> list[Release]:
             found.append(release)
         todo.extend(following for following, _ in node.next_functions)
     return found
+
+
+def check_releases(loss: Tensor, rank: int) -> None:
+    """Check that a loss comes from pipelined calls whose gradients may be released now.
+
+    Raises:
+        BatchError: If it comes from none.
+        RuntimeError: If one was released before, or its forward ran with another `sync`.
+    """
+    if found := releases_of(loss):
+        for release in found:
+            release.check()
+        return
+    raise BatchError(
+        "backward() was called on a tensor that does not come from a pipelined call. With "
+        "pp > 1 the loss must be the model's own (pass labels=...), or be computed on the last "
+        "stage: PipelineConfig(loss_fn=my_loss) with my_loss(outputs, microbatch) -> "
+        "(sum, count).",
+        rank=rank,
+    )
