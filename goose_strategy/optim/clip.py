@@ -99,12 +99,12 @@ def clip_grad_norm(
     if len(judged) == len(sources) and all(source.skips for source in judged):
         # They will be skipped; what is not finite already needs no spreading.
         factor = torch.where(norm.isfinite(), factor, 1.0)
-    _scale(buckets, factor)
+    scale_gradients(buckets, factor)
     return norm
 
 
-def _scale(buckets: Sequence[Bucket], factor: Tensor) -> None:
-    """Multiply gradients by a scalar tensor."""
+def scale_gradients(buckets: Sequence[Bucket], factor: Tensor) -> None:
+    """Multiply this rank's slices of reduced gradients by a scalar tensor."""
     on_cpu = factor.device.type == "cpu"
     # Reading the factor is free on the CPU and would make the host wait on a device.
     if on_cpu and float(factor) == 1.0:

@@ -51,6 +51,46 @@ def storage_of(config: ZeroConfig, dtype: torch.dtype) -> Storage:
     )
 
 
+def check_storage(config: ZeroConfig, precision: str) -> None:
+    """Refuse what a precision cannot have, before any parameter is there.
+
+    Args:
+        config: The settings.
+        precision: Lightning's name of it.
+
+    Raises:
+        ConfigError: Naming the setting and the precision.
+    """
+    if precision == "bf16-true":
+        return
+    named = ", ".join(f"{name}={value!r}" for name, value in config.named.items())
+    if precision == "64-true":
+        wide = storage_of(config, torch.float64).wide and _main(config) == "fp32"
+        if not wide or config.grads == "bf16" or config.skip_nonfinite:
+            asked = named or ("grads='bf16'" if config.grads == "bf16" else "skip_nonfinite=True")
+            raise ConfigError(
+                f"{asked} cannot be had with precision='64-true', whose states are fp64; use "
+                "ZeroConfig(preset='fp32') or another precision."
+            )
+        return
+    if _main(config) != "fp32":
+        raise ConfigError(
+            f"{named} keeps main={_main(config)!r} beside bf16 weights, but precision="
+            f"{precision!r} trains fp32 parameters; choose main='fp32', with any moments, or "
+            "precision='bf16-true'."
+        )
+    if config.grads == "bf16":
+        raise ConfigError(
+            f"grads='bf16' accumulates in the type of bf16 parameters, but precision={precision!r} "
+            "trains fp32 ones; choose grads='fp32' or precision='bf16-true'."
+        )
+
+
+def _main(config: ZeroConfig) -> str:
+    """Return the main weights that were asked for by name."""
+    return config.main or PRESETS.get(config.preset, ("fp32",))[0]
+
+
 def is_native(config: ZeroConfig, optimizer: Optimizer, dtypes: Collection[torch.dtype]) -> bool:
     """Decide whether an optimizer is stepped by `cuda_ops`.
 
@@ -68,8 +108,7 @@ def is_native(config: ZeroConfig, optimizer: Optimizer, dtypes: Collection[torch
     if config.skip_nonfinite:
         asked["skip_nonfinite"] = "True"
     wanted = any(not storage_of(config, dtype).wide for dtype in dtypes)
-    wanted = wanted or config.grads == "bf16" or config.skip_nonfinite
-    if not wanted:
+    if not wanted and _main(config) == "fp32" and not asked.keys() & {"grads", "skip_nonfinite"}:
         return False
     named = ", ".join(f"{name}={value!r}" for name, value in asked.items())
     unfit = sorted(str(dtype) for dtype in set(dtypes) - {torch.float32, torch.bfloat16})
@@ -92,11 +131,11 @@ def is_native(config: ZeroConfig, optimizer: Optimizer, dtypes: Collection[torch
             "grads='bf16' accumulates gradients in the type of bf16 parameters, but these are fp32 "
             "(precision 32-true or mixed); choose grads='fp32' or precision='bf16-true'."
         )
-    main = config.main or PRESETS.get(config.preset, ("fp32",))[0]
+    main = _main(config)
     if main != "fp32" and dtypes and torch.bfloat16 not in dtypes:
         raise ConfigError(
             f"{named} keeps main={main!r} beside bf16 weights, but the parameters are fp32 "
             "(precision 32-true or mixed); choose main='fp32', with any moments, or "
             "precision='bf16-true'."
         )
-    return True
+    return wanted or config.grads == "bf16" or config.skip_nonfinite

@@ -318,7 +318,7 @@ class _Step:
     def _hold(self, index: int, received: tuple[Tensor, ...], computed: _Computed) -> None:
         roots = computed.roots
         edges = [get_gradient_edge(root) if root.requires_grad else None for root in roots]
-        seed = tuple(torch.ones_like(root) for root in roots) if self.stage.is_last else ()
+        seed = tuple(map(self.stage.seed, roots)) if self.stage.is_last else ()
         self.held[index] = _Held(received, edges, seed)
 
     def backward(self, action: Action) -> None:

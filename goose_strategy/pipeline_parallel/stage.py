@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from goose_strategy.errors import ScheduleError
@@ -60,6 +61,7 @@ class PipelineStage:
         absent: Names of the layers that other stages hold.
         tied: Parameters that the first and the last stage both hold: local name to the name of
             the first stage's, which owns it.
+        loss_scale: What gradients are multiplied by from the loss on; set for each call.
         tied_copies: Those of ``tied`` that are copies here; empty on the first stage.
     """
 
@@ -75,6 +77,7 @@ class PipelineStage:
         self.absent = [call.name for n, call in enumerate(info.layers) if n not in layers]
         self.tied: dict[str, str] = {}
         self.inbox: tuple[Tensor, ...] = ()
+        self.loss_scale: Tensor | None = None
         self._settings = call_settings(module)
         # Kept from now, because the runtime puts its own forward in the place of the model's.
         self._forward = module.forward
@@ -97,6 +100,12 @@ class PipelineStage:
     def tied_copies(self) -> dict[str, str]:
         """Local names of copies of the first stage's parameters, with the names they have there."""
         return {} if self.is_first else dict(self.tied)
+
+    def seed(self, loss: Tensor) -> Tensor:
+        """Return the gradient that a backward begins with."""
+        if self.loss_scale is None:
+            return torch.ones_like(loss)
+        return self.loss_scale.to(loss).expand_as(loss)
 
     def forward(self, microbatch: Mapping[str, Any], received: Sequence[Tensor] = ()) -> Any:
         """Run the stage on one microbatch.

@@ -139,7 +139,7 @@ class ParallelRuntime(OptimizerVerbs):
         if known is None:
             self._sharded += 1
             known = ShardedModel(module, self.mesh, self.config, self._watchdog, self._sharded)
-            known.hooks = self.hooks
+            known.hooks, known.scaler = self.hooks, self.scaler
             known.shard(optimizers, hook_forward=hook_forward)
             known.guard.mode = "broadcast" if self._broadcast_batches else "check"
             # One that was sharded anew by another runtime has been closed here.

@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 from goose_strategy.data_parallel.reducer import Reducer
 from goose_strategy.errors import ConfigError
 from goose_strategy.hub.read import check_readable, fingerprints, is_unread, while_cut
+from goose_strategy.optim.storage import is_native
 from goose_strategy.optim.supported import check_supported
+from goose_strategy.optim.zero import dtypes_of
 from goose_strategy.pipeline_parallel.hooks import PipelineHooks
 from goose_strategy.runtime.batch import Batch, BatchGuard
 from goose_strategy.runtime.dropout import DropoutStream
@@ -32,6 +34,7 @@ from goose_strategy.runtime.naming import (
     owners,
     record_groups,
     refill_groups,
+    refuse_copy,
     strip_placeholders,
 )
 from goose_strategy.runtime.pipeline import PipelineCall, check_releases
@@ -48,6 +51,7 @@ from goose_strategy.runtime.verdict import agreed, equal_everywhere
 if TYPE_CHECKING:
     from goose_strategy.comm.watchdog import Watchdog
     from goose_strategy.mesh.mesh import ParallelMesh
+    from goose_strategy.optim.scaler import LossScaler
     from goose_strategy.runtime.counting import TokenCount
     from goose_strategy.runtime.settings import RuntimeConfig
 
@@ -71,6 +75,7 @@ class ShardedModel:
         global_loss: Whether a causal LM's loss is summed over the replicas.
         guard: Compares batches over the ranks of one replica.
         hooks: Callbacks around the actions of a pipeline; set before `shard`.
+        scaler: Scales losses in mixed precision with fp16, if that is so; set before `shard`.
         closed: Whether the module was given back.
         unfilled: Parameters and buffers that hold NaN until a checkpoint is loaded: the module
             was on the meta device, and not made by `from_pretrained`.
@@ -93,6 +98,7 @@ class ShardedModel:
         self.sync = True
         self.global_loss = True
         self.hooks = PipelineHooks()
+        self.scaler: LossScaler | None = None
         self.guard = BatchGuard(mesh, self.watch)
         self._watchdog = watchdog
         self._ordinal = ordinal
@@ -167,6 +173,7 @@ class ShardedModel:
         check_storages(self.module)
         for optimizer in optimizers:
             check_supported(optimizer)
+            is_native(self.config.zero, optimizer, dtypes_of(optimizer))
         check_readable(self.module)
         return record_groups(self.module, optimizers)
 
@@ -218,7 +225,7 @@ class ShardedModel:
         model.forward = forward
         self._undo.callback(vars(model).pop, "forward", None)
         if self.mesh.tp is not None or self.surgery.stage is not None:
-            vars(model)["__deepcopy__"] = partial(_refuse_copy, type(model).__name__)
+            vars(model)["__deepcopy__"] = partial(refuse_copy, type(model).__name__)
             self._undo.callback(vars(model).pop, "__deepcopy__", None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
@@ -353,6 +360,10 @@ class ShardedModel:
     def _wait_count(self) -> Tensor | None:
         return None if self._count is None else self._count.wait()
 
+    def loss_scale(self) -> Tensor | None:
+        """Return what the gradient of the loss is multiplied by, a scalar; ``None`` for 1."""
+        return None if self.scaler is None else self.scaler.current(self.mesh.device)
+
     def run_pipeline(
         self, batches: list[Batch], *, listed: bool, grad: bool
     ) -> tuple[Tensor | None, Any]:
@@ -381,11 +392,3 @@ class ShardedModel:
         self._undo.close()
         if self._surgery is not None:
             self._surgery.close()
-
-
-def _refuse_copy(name: str, _memo: dict[int, Any]) -> Any:
-    raise ConfigError(
-        f"{name} is a shard of a model (tp or pp > 1) and cannot be deep-copied: the copy would "
-        "share its process groups. Copy the module before it is set up, or copy its "
-        "state_dict()."
-    )

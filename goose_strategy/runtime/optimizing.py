@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from goose_strategy.errors import BatchError, ConfigError
 from goose_strategy.optim.clip import clip_grad_norm, clip_grad_value
+from goose_strategy.optim.scaler import LossScaler, unscale
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -25,9 +26,11 @@ class OptimizerVerbs:
 
     Attributes:
         models: The sharded models.
+        scaler: Scales the losses of models that are sharded from now on.
     """
 
     models: list[ShardedModel]
+    scaler: LossScaler | None = None
 
     @property
     def mesh(self) -> ParallelMesh:
@@ -97,6 +100,23 @@ class OptimizerVerbs:
                 f"{type(optimizer).__name__} is not attached; set it up with its module first."
             )
         return model
+
+    def unscale(self, optimizer: Optimizer, inverse: Tensor) -> Tensor | None:
+        """Divide an optimizer's gradients by the scale of the loss. Collective over the world.
+
+        Args:
+            optimizer: An optimizer; nothing is done if it is not attached.
+            inverse: One over the scale, an fp32 scalar.
+
+        Returns:
+            1.0 where any gradient of the whole model is NaN or infinite, else 0.0: an fp32 scalar,
+            the same on all ranks; ``None`` if the optimizer is not attached.
+        """
+        model = self.owner_of(optimizer)
+        if model is None:
+            return None
+        with self.watch("unscaling of gradients"):
+            return unscale(model.shards_of(optimizer), self.mesh, inverse)
 
     def synchronize_parameters(self) -> None:
         """Wait for the weights of other ranks that the last steps did not wait for.

@@ -90,6 +90,10 @@ class PipelineCall:
             # Only the last stage has divided by it; elsewhere the sum would stay under way.
             count.wait()
         loss, scale = self._share(result, own_loss=own_loss) if has_loss else (None, 1.0)
+        if self.engine.stage.loss_scale is not None:
+            # The call's gradients were scaled from the loss on, or fp16 would have lost the small
+            # ones; what the user's backward brings is scaled, too.
+            scale = scale / self.engine.stage.loss_scale
         logits = self._share_logits(result.logits) if want_logits else None
         if loss is not None and call is not None:
             release = Release(model, call, scale)
@@ -102,8 +106,10 @@ class PipelineCall:
         self, microbatches: list[Batch], *, train: bool, want_logits: bool
     ) -> tuple[StepResult, CallGrads | None]:
         reducer = self._model.reducer
+        self.engine.stage.loss_scale = None
         if not train or reducer is None:
             return self.engine.run(microbatches, train=False, want_logits=want_logits), None
+        self.engine.stage.loss_scale = self._model.loss_scale()
         call = reducer.begin_call(self._model.sync)
         result = self.engine.run(
             microbatches,

@@ -67,7 +67,7 @@ def _entries(ctx: Context, zero: dict[str, Any]) -> tuple[dict, list[tuple[int, 
 def test_entries_cover_every_element_once_in_fp32(case: str) -> None:
     ranks = run_ranks(_entries, 4, PRESETS[case])
     covered: dict[int, int] = {}
-    for state, shapes, _ in ranks:
+    for state, _, _ in ranks:
         for index, entries in state.items():
             first, last = entries[RANGE]
             assert {"main", "exp_avg", "exp_avg_sq", "step"} <= entries.keys()
