@@ -39,7 +39,8 @@ def check_factors(factors: Iterable[float]) -> None:
         BatchError: If they are not; alike on all ranks.
     """
     factors = list(factors)
-    if len(set(factors)) > 1:
+    # NaN is unlike itself, but a loss that all ranks multiplied by NaN was scaled alike.
+    if len({str(factor) for factor in factors}) > 1:
         raise BatchError(
             f"ranks multiplied the loss of a pipelined call by different factors, {factors} by "
             "rank (0.0 is a rank that called no backward); the loss must be scaled equally on all "

@@ -133,6 +133,9 @@ class NativeShard:
         ops.split_main(self.flat, values)
         self.note_weights()
 
+    def publish(self) -> None:
+        """Do nothing: the weights are written along with the main weights."""
+
     def note_weights(self) -> None:
         """Remember the weights as they are, to notice later that somebody wrote them."""
         if self._is_split and self.bucket.own_weights.device.type == "cpu":

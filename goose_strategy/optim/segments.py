@@ -213,6 +213,15 @@ def written_over(weights: Tensor, main: Tensor) -> Tensor:
     return (main.to(weights.dtype) != weights) & (weights == weights)
 
 
+def is_rounded(weights: Tensor, main: Tensor) -> Tensor:
+    """Return where weights are main weights, rounded to nearest with ties to either side."""
+    rounded = main.to(weights.dtype) == weights
+    if weights.dtype == torch.bfloat16:
+        away = ((main.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+        rounded |= away == weights
+    return rounded
+
+
 def _runs(pieces: Sequence[Piece], marks: Sequence[object]) -> list[list[Piece]]:
     """Group adjacent pieces with equal marks."""
     runs: list[list[Piece]] = []

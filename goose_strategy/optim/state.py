@@ -15,7 +15,7 @@ from torch import Tensor
 
 from goose_strategy.errors import CheckpointError
 from goose_strategy.optim.native import CLOCK
-from goose_strategy.optim.segments import SCALARS
+from goose_strategy.optim.segments import SCALARS, is_rounded
 
 if TYPE_CHECKING:
     from goose_strategy.optim.native import NativeShard
@@ -127,18 +127,23 @@ def settle_loaded(zero: ZeroShards) -> None:
     """Let all ranks hold the weights and the count of steps that were loaded. Collective."""
     if zero.native is not None:
         zero.native.agree()
-        # The nearest bf16 of a main weight may be another one than the checkpoint's.
-        for shard in zero.shards:
+    for shard in zero.shards:
+        if shard.separate:
+            # Presets round ties to different sides, and every rank has to have this one's.
+            shard.publish()
             shard.bucket.gather_weights().wait()
 
 
 def _load_main(shard: Shard | NativeShard, state: Mapping[str, Mapping[str, Entry]]) -> None:
-    """Set the main weights of a slice; where none are given they are the weights."""
-    main = shard.bucket.own_weights.to(torch.float32)
+    """Set the main weights of a slice; they are the weights where those were written since."""
+    own = shard.bucket.own_weights
+    main = own.to(shard.bucket.key.main_dtype)
     for piece in shard.pieces:
         given = state.get(piece.slot.name, {}).get(MAIN)
         if isinstance(given, tuple):
-            main[piece.start : piece.stop].copy_(given[0])
+            place = slice(piece.start, piece.stop)
+            values = given[0].to(main.device, main.dtype)
+            main[place] = torch.where(is_rounded(own[place], values), values, main[place])
     shard.set_main(main)
 
 
