@@ -2,6 +2,9 @@
 # make real    install, then fine-tune a pretrained model in two layouts beside one process
 # make test    install, then lint, types, structure and all tests
 #
+# make ops        install, then build the optimizer's compiled ops and say what runs where
+# make sanitize   install, then run kernels and CPU loops under AddressSanitizer and UBSan
+#
 # make lightning-compat SRC=path/of/a/checkout/of/pytorch-lightning
 #              run Lightning's own tests of ddp with goose3d in its place
 #
@@ -12,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: venv train real test lint types structure lightning-compat clean
+.PHONY: venv train real test ops sanitize lint types structure lightning-compat clean
 
 venv: $(INSTALLED)
 
@@ -30,6 +33,13 @@ real: venv
 
 test: lint types structure
 	$(BIN)/python -m pytest
+
+ops: venv
+	$(BIN)/python -m cuda_ops.build
+	$(BIN)/python -m cuda_ops.info
+
+sanitize: venv
+	GOOSE3D_SANITIZE=1 $(BIN)/python -m pytest tests/cuda_ops/test_sanitizers.py
 
 lint: venv
 	$(BIN)/ruff check

@@ -5,18 +5,21 @@ Every call takes tensors of one device, changes them in place and never waits fo
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from cuda_ops.layout import BLOCK, Segments, Shard, chunks_of
-from cuda_ops.reference import norm as _norm
-from cuda_ops.reference import prepare as _prepare
-from cuda_ops.reference import step as _step
-from cuda_ops.reference import storage as _storage
-from cuda_ops.reference import unpack as _unpack
+from cuda_ops.load import library_for
+from cuda_ops.reference.calls import Reference
 from cuda_ops.state import Algorithm, StepState
 
+if TYPE_CHECKING:
+    from cuda_ops.bindings import Library
+
 _GRADIENTS = (torch.float32, torch.bfloat16)
+_REFERENCE = Reference()
 
 
 def sum_of_squares(grad: Tensor, segments: Segments, *, out: Tensor) -> None:
@@ -33,7 +36,7 @@ def sum_of_squares(grad: Tensor, segments: Segments, *, out: Tensor) -> None:
     """
     _check("grad", grad, _GRADIENTS, (segments.numel,))
     _check("out", out, (torch.float64,), (chunks_of(segments.numel),))
-    _norm.sum_of_squares(grad, segments, out)
+    _of(grad).sum_of_squares(grad, segments, out)
 
 
 def reduce_partials(partials: Tensor, *, out: Tensor) -> None:
@@ -48,7 +51,7 @@ def reduce_partials(partials: Tensor, *, out: Tensor) -> None:
     """
     _check("partials", partials, (torch.float64,), (partials.numel(),))
     _check("out", out, (torch.float64,), (1,))
-    _norm.reduce_partials(partials, out)
+    _of(out).reduce_partials(partials, out)
 
 
 def prepare(
@@ -70,7 +73,7 @@ def prepare(
         _check("scale", scale, (torch.float32,), (1,))
     if not max_norm >= 0:
         raise ValueError(f"max_norm={max_norm}: a positive norm, or 0 for no clipping")
-    _prepare.prepare(state, norm2, max_norm, scale)
+    _of(norm2).prepare(state, norm2, max_norm, scale)
 
 
 def step(shard: Shard, grad: Tensor, *, segments: Segments, state: StepState) -> None:
@@ -89,7 +92,7 @@ def step(shard: Shard, grad: Tensor, *, segments: Segments, state: StepState) ->
     if shard.numel != segments.numel:
         raise ValueError(f"a shard of {shard.numel} elements, segments of {segments.numel}")
     _check_moments(shard, state.algorithm)
-    _step.step(shard, grad, segments, state)
+    _of(grad).step(shard, grad, segments, state)
 
 
 def split_main(shard: Shard, values: Tensor) -> None:
@@ -103,7 +106,7 @@ def split_main(shard: Shard, values: Tensor) -> None:
         ValueError: If types or sizes do not fit.
     """
     _check("values", values, (torch.float32,), (shard.numel,))
-    _storage.split_main(shard, values)
+    _of(values).split_main(shard, values)
 
 
 def join_main(shard: Shard, *, out: Tensor | None = None) -> Tensor:
@@ -119,7 +122,7 @@ def join_main(shard: Shard, *, out: Tensor | None = None) -> Tensor:
     if out is None:
         out = torch.empty(shard.numel, dtype=torch.float32, device=shard.device)
     _check("out", out, (torch.float32,), (shard.numel,))
-    _storage.join_main(shard, out)
+    _of(out).join_main(shard, out)
     return out
 
 
@@ -136,7 +139,7 @@ def write_moment(x: Tensor, values: Tensor, scales: Tensor | None = None) -> Non
     """
     _check("x", x, (torch.float32,), (values.numel(),))
     _check_scales(values, scales)
-    _storage.write_moment(x, values, scales)
+    _of(x).write_moment(x, values, scales)
 
 
 def read_moment(
@@ -156,7 +159,7 @@ def read_moment(
     if out is None:
         out = torch.empty(values.numel(), dtype=torch.float32, device=values.device)
     _check("out", out, (torch.float32,), (values.numel(),))
-    out.copy_(_storage.read_moment(values, scales))
+    _of(out).read_moment(values, scales, out)
     return out
 
 
@@ -183,7 +186,11 @@ def unpack(
     _check("partials", partials, (torch.float64,), (chunks_of(n),))
     if scale is not None:
         _check("scale", scale, (torch.float32,), (1,))
-    _unpack.unpack(received, out, scale, segments, partials)
+    _of(out).unpack(received, out, scale, segments, partials)
+
+
+def _of(tensor: Tensor) -> Library | Reference:
+    return library_for(tensor.device) or _REFERENCE
 
 
 def _check(

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 import goose_strategy.strategies.pytorch
 import goose_strategy.strategies.timeline  # noqa: F401  makes bare class names known
-from goose_strategy.bench import engine, step, timeline
+from goose_strategy.bench import engine, optimizer, step, timeline
 from goose_strategy.errors import (
     BatchError,
     CheckpointError,
@@ -55,6 +55,7 @@ Publish:
 Measure:
   bench step [--config recipe.yaml] [--json]   step time beside one process and Fabric ddp
   bench engine [--json]                        pipelined steps beside torch's own runtime
+  bench optimizer [--json]                     the optimizer's step beside torch's fused kernel
   timeline DIR [--out x.png] [--step N]        draw a step that TimelineRecorder recorded
 
 Classes named in a config are looked for beside the config file, then in the current folder, then
@@ -128,9 +129,11 @@ def _bench(arguments: list[str]) -> int:
     if asked in ("-h", "--help"):
         print(HELP)
         return 0
-    one_of(("step", "engine"), bench=asked)
+    one_of(("step", "engine", "optimizer"), bench=asked)
     if asked == "engine":
         return engine.main(arguments[1:])
+    if asked == "optimizer":
+        return optimizer.main(arguments[1:])
     make_importable(arguments)
     return step.main(arguments[1:])
 

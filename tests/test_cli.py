@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from goose_strategy import Goose3DProgressBar, Goose3DStrategy, TimelineRecorder, cli
-from goose_strategy.bench import engine, step
+from goose_strategy.bench import engine, optimizer, step
 from goose_strategy.errors import BatchError, PlanError
 
 RECIPE = """\
@@ -218,7 +218,13 @@ class TestMain:
     def test_help(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(arguments) == 0
         out = capsys.readouterr().out
-        for command in (*cli.SUBCOMMANDS, "export", "bench step", "bench engine"):
+        for command in (
+            *cli.SUBCOMMANDS,
+            "export",
+            "bench step",
+            "bench engine",
+            "bench optimizer",
+        ):
             assert command in out
 
     def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,7 +238,7 @@ class TestMain:
         assert cli.main(arguments) == 2
         assert capsys.readouterr().err.count("\n") == 1
 
-    @pytest.mark.parametrize("bench", [step, engine])
+    @pytest.mark.parametrize("bench", [step, engine, optimizer])
     def test_bench_gets_its_arguments(
         self, bench: ModuleType, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cuda_ops.layout import BLOCK
+from cuda_ops.reference.roots import root32
 from cuda_ops.reference.rounding import bits
 
 _LARGEST_E4M3 = 448.0
@@ -51,7 +52,7 @@ def encode_second(values: Tensor, random: Tensor | None) -> tuple[Tensor, Tensor
     Returns:
         ``[b, 64]`` uint8 and ``[b]`` fp32. The code of a positive value is at least 1.
     """
-    root = values.sqrt().sqrt()
+    root = root32(root32(values))
     scale = root.amax(dim=1) * (1.0 / _LARGEST_CODE)
     fraction = 0.5 if random is None else random.to(torch.float32) * (1.0 / 65536.0)
     codes = (root * _inverse(scale)[:, None] + fraction).to(torch.int32)

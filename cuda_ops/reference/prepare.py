@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cuda_ops.reference.roots import root64
 from cuda_ops.state import Algorithm, Derived, Hyper, StepState
 
 _CLIP_EPSILON = 1e-6
@@ -20,7 +21,7 @@ def prepare(state: StepState, norm2: Tensor, max_norm: float, scale: Tensor | No
         scale: fp32 ``[1]`` multiplied into the gradients, or ``None``.
     """
     factor = torch.ones_like(state.norm) if scale is None else scale.view(())
-    norm = norm2.view(()).sqrt().to(torch.float32) * factor
+    norm = root64(norm2.view(())).to(torch.float32) * factor
     good = norm.isfinite()
     clip = torch.ones_like(norm)
     if max_norm > 0:
@@ -58,7 +59,7 @@ def _derive(state: StepState, powers: Tensor) -> Tensor:
     step_size, inverse_root, gain = lr, one, one - h[:, Hyper.BETA2]
     if state.algorithm == Algorithm.ADAM:
         step_size = lr / (one - powers[:, 0])
-        inverse_root = one / (one - powers[:, 1]).sqrt()
+        inverse_root = one / root64(one - powers[:, 1])
     if state.algorithm == Algorithm.SGD:
         gain = torch.where(state.powers[:, 1] == 1, one, gain)
     columns = {

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cuda_ops.layout import BLOCK, CHUNK, Main, Moment, Segments, Shard
 from cuda_ops.reference.philox import random_halves
+from cuda_ops.reference.roots import root32
 from cuda_ops.reference.storage import encode_main, encode_moment, read_main, read_moment
 from cuda_ops.state import Algorithm, Derived, StepState
 
@@ -106,7 +107,7 @@ def _adam(
     m, v = moments
     m = m + rows.column(Derived.ONE_MINUS_BETA1) * (g - m)
     v = v * rows.column(Derived.BETA2) + rows.column(Derived.ONE_MINUS_BETA2) * (g * g)
-    root = v.sqrt() * rows.column(Derived.INV_ROOT2) + rows.column(Derived.EPS)
+    root = root32(v) * rows.column(Derived.INV_ROOT2) + rows.column(Derived.EPS)
     update = rows.column(Derived.STEP_SIZE) * (m / root)
     return p * rows.column(Derived.DECAY) - update, m, v
 

@@ -1,0 +1,1 @@
+"""Measurements of the compiled ops: instructions, a card, a CPU."""
