@@ -8,6 +8,7 @@ accumulator per bucket. See `goose_strategy.grads.buffer` for the states of a bu
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -83,6 +84,7 @@ class Reducer:
         self._names = {id(param): name for name, param in self._params.items()}
         self._outside = set(self._params)
         self._sync = True
+        self._warned = False
         self._handles: list[RemovableHandle] = []
         self._slots: dict[int, tuple[Bucket, GradSlot]] = {}
         self._rounds = Rounds(mesh, [])
@@ -180,8 +182,21 @@ class Reducer:
 
     @sync.setter
     def sync(self, value: bool) -> None:
+        if not value:
+            self.warn_of_rounding("every backward without sync")
         self._sync = value
         self._set_counting()
+
+    def warn_of_rounding(self, when: str) -> None:
+        """Warn, once, that gradients in bf16 are rounded more than once per step."""
+        if self.config.grads == "bf16" and not self._warned and self.mesh.rank == 0:
+            self._warned = True
+            warnings.warn(
+                f"grads='bf16' rounds the accumulated gradients after {when}: small contributions "
+                "to large sums are lost. grads='fp32' costs two bytes more per parameter.",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def _set_counting(self) -> None:
         self._rounds.ready.counting = (

@@ -286,6 +286,9 @@ class ShardedModel:
             average=True,
             owner_of=owned,
         )
+        pp, pipeline = self.mesh.pp_size, self.config.pipeline
+        if pp > 1 and pipeline.microbatches(pp) > 1:
+            self.reducer.warn_of_rounding("every microbatch")
         return self.reducer
 
     def _detach(self) -> None:
