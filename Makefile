@@ -1,5 +1,6 @@
 # make train   install, then train the quickstart on 8 CPU ranks
 # make real    install, then fine-tune a pretrained model in two layouts beside one process
+# make parity  install, then compare every combination of schedules with one process (10 minutes)
 # make test    install, then lint, types, structure and all tests
 #
 # make ops        install, then build the optimizer's compiled ops and say what runs where
@@ -15,7 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: venv train real test ops sanitize lint types structure lightning-compat clean
+.PHONY: venv train real parity test ops sanitize lint types structure lightning-compat clean
 
 venv: $(INSTALLED)
 
@@ -30,6 +31,9 @@ train: venv
 
 real: venv
 	GOOSE3D_REAL_STEPS=20 $(BIN)/python -m pytest -m real
+
+parity: venv
+	$(BIN)/python -m pytest -m full
 
 test: lint types structure
 	$(BIN)/python -m pytest

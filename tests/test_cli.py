@@ -147,7 +147,7 @@ def test_bare_class_names_are_known(run: Any) -> None:
         ("--trainer.strategy.pp=0", "pp=0"),
         (
             "--trainer.strategy.pipeline.schedule=2F2B",
-            r"schedule: Expected .*\['1F1B', 'GPipe'\]. Got value: 2F2B",
+            "schedule='2F2B' is not known; choose one of 'GPipe', '1F1B', 'Interleaved1F1B'",
         ),
         ("--trainer.strategy.pipeline.num_microbatches=0", "num_microbatches=0"),
         ("--trainer.strategy.tq=2", "trainer.strategy: .*'tq' is not accepted"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from goose_strategy.bench.recording import Recording, Row, Span
+    from goose_strategy.bench.recording import Recording, Row
 
 # Distinct for colour-blind eyes, too; the darker ones carry white numbers.
 COLOURS = {"F": "#3B6FB6", "B": "#E07B39", "I": "#E07B39", "W": "#5B9A68", "R": "#8E6BB0"}
@@ -20,6 +20,8 @@ MEANING = {
     "W": "gradients of weights",
     "R": "recompute",
 }
+PALEST = 0.3
+"""How much white is in the colours of a rank's last stage, if it has several."""
 LINES = {"F": "#7FA3D3", "B": "#ECAE86"}
 CARRIES = {"F": "hidden states", "B": "their gradients"}
 IDLE = "#F0F1F3"
@@ -116,7 +118,7 @@ def make_chart(recording: Recording) -> Chart:
             index,
             span.start - zero,
             span.end - zero,
-            COLOURS[span.kind],
+            _shade(COLOURS[span.kind], row.stages.index(span.stage), len(row.stages)),
             str(span.microbatch),
             f"{MEANING[span.kind]} of microbatch {span.microbatch} on stage {span.stage}, "
             f"{span.end - span.start:.3f} ms",
@@ -162,7 +164,15 @@ def _note(recording: Recording) -> str:
 
 def _name(row: Row, recording: Recording) -> str:
     among = f", dp {row.dp}, tp {row.tp}" if len(recording.pipelines) > 1 else ""
-    return f"stage {row.pp}\nrank {row.rank}{among}"
+    stages = ", ".join(map(str, row.stages))
+    return f"stage{'s' * (len(row.stages) > 1)} {stages}\nrank {row.rank}{among}"
+
+
+def _shade(colour: str, chunk: int, chunks: int) -> str:
+    """Return a colour, paler for the later stages of a rank; white numbers stay readable."""
+    white = PALEST * chunk / max(1, chunks - 1)
+    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(part + white * (255 - part)):02X}" for part in parts)
 
 
 def _idle(row: Row, recording: Recording) -> str:
@@ -175,15 +185,21 @@ def _idle(row: Row, recording: Recording) -> str:
 
 def _messages(recording: Recording, zero: float) -> list[Message]:
     """Pair each send with the receive on the neighbouring stage."""
-    places = {(row.dp, row.tp, row.pp): index for index, row in enumerate(recording.rows)}
+    places = {
+        (row.dp, row.tp, stage): index
+        for index, row in enumerate(recording.rows)
+        for stage in row.stages
+    }
     found = []
     for target, row in enumerate(recording.rows):
         for span in row.spans:
             if not span.kind.startswith("RECV_"):
                 continue
             kind = span.kind.removeprefix("RECV_")
-            source = places.get((row.dp, row.tp, row.pp + (-1 if kind == "F" else 1)))
-            sent = None if source is None else _sent(recording.rows[source], kind, span)
+            stage = span.stage + (-1 if kind == "F" else 1)
+            source = places.get((row.dp, row.tp, stage))
+            send = (f"SEND_{kind}", stage, span.microbatch)
+            sent = None if source is None else _sent(recording.rows[source], send)
             if source is None or sent is None:
                 continue
             took = f"{span.end - sent:.3f} ms until taken"
@@ -193,10 +209,6 @@ def _messages(recording: Recording, zero: float) -> list[Message]:
     return found
 
 
-def _sent(row: Row, kind: str, received: Span) -> float | None:
-    starts = (
-        span.start
-        for span in row.spans
-        if span.kind == f"SEND_{kind}" and span.microbatch == received.microbatch
-    )
+def _sent(row: Row, send: tuple[str, int, int]) -> float | None:
+    starts = (span.start for span in row.spans if (span.kind, span.stage, span.microbatch) == send)
     return next(starts, None)

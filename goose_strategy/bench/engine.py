@@ -22,7 +22,7 @@ from goose_strategy.bench import world
 from goose_strategy.bench.engine_worker import CASES
 from goose_strategy.bench.job import EngineJob
 from goose_strategy.errors import ConfigError
-from goose_strategy.pipeline_parallel.program import program
+from goose_strategy.pipeline_parallel.program import chunks_of, program
 from goose_strategy.pipeline_parallel.tables.simulate import Costs, simulate
 
 RUNTIMES = ("ours", "torch")
@@ -43,21 +43,28 @@ class Timing:
 
 @dataclass(frozen=True)
 class Line:
-    """One case on one number of stages.
+    """One case on one number of ranks.
 
     Attributes:
         case: Its name.
-        stages: Number of stages.
+        ranks: Number of ranks.
+        per_rank: Stages of every rank.
         bound_ms: The step's time by the simulator, with messages that take no time.
         ours: What the engine took.
         torch: What torch's runtime took; ``None`` where it has no such schedule.
     """
 
     case: str
-    stages: int
+    ranks: int
+    per_rank: int
     bound_ms: float
     ours: Timing
     torch: Timing | None
+
+    @property
+    def same_model_ms(self) -> float:
+        """What the step would take if the sleep of one stage were that of the whole rank."""
+        return self.ours.wall_ms / self.per_rank
 
     @property
     def ratio(self) -> float:
@@ -70,9 +77,9 @@ class Report:
     """What was measured.
 
     Attributes:
-        lines: Per number of stages, all cases.
+        lines: Per number of ranks, all cases.
         shared_memory: Whether the engine sent through shared memory.
-        load: The machine's load (mean of a minute) before and after each number of stages.
+        load: The machine's load (mean of a minute) before and after each number of ranks.
     """
 
     lines: list[Line]
@@ -114,27 +121,27 @@ def parser() -> argparse.ArgumentParser:
         description="Time pipelined steps whose stages sleep (30 ms forward, 60 ms backward), "
         "under goose3d's engine and under torch.distributed.pipelining.",
         epilog="The ratios are wall time over the bound of the schedule: 1 is perfect. The last "
-        "line is JSON with those of goose3d, by schedule and number of stages.",
+        "line is JSON with those of goose3d, by schedule and number of ranks.",
     )
     add = options.add_argument
     add(
-        "--stages",
+        "--ranks",
         type=int,
         nargs="+",
         default=[2, 4],
-        help="numbers of stages, one process each (default: 2 4)",
+        help="numbers of ranks, one process each (default: 2 4)",
     )
     add("--microbatches", type=int, default=8, help="per step (default: %(default)s)")
     add("--steps", type=int, default=5, help="timed steps, of which the fastest counts (5)")
     add("--warmup", type=int, default=1, help="steps before them (default: %(default)s)")
     add("--no-shared-memory", action="store_true", help="let goose3d send through gloo, as torch")
-    add("--timeout", type=float, default=600, help="seconds per number of stages (600)")
+    add("--timeout", type=float, default=600, help="seconds per number of ranks (600)")
     add("--json", action="store_true", help="print the JSON line only, not the table")
     return options
 
 
 def make_jobs(options: argparse.Namespace) -> list[EngineJob]:
-    """Return one job per number of stages.
+    """Return one job per number of ranks.
 
     Raises:
         ConfigError: If a setting is wrong.
@@ -142,13 +149,13 @@ def make_jobs(options: argparse.Namespace) -> list[EngineJob]:
     validate.positive(timeout=options.timeout)
     return [
         EngineJob(
-            devices=stages,
+            devices=ranks,
             microbatches=options.microbatches,
             steps=options.steps,
             warmup=options.warmup,
             shared_memory=not options.no_shared_memory,
         )
-        for stages in dict.fromkeys(options.stages)
+        for ranks in dict.fromkeys(options.ranks)
     ]
 
 
@@ -167,7 +174,7 @@ def measure(
         lines += [read_line(name, ranks, job) for name in CASES]
         shared &= all(rank["shared_memory"] for rank in ranks)
         load.append(os.getloadavg()[0])
-        sys.stderr.write(f"{job.devices} stages measured at load {load[-1]:.1f}\n")
+        sys.stderr.write(f"{job.devices} ranks measured at load {load[-1]:.1f}\n")
     return Report(lines, shared, load)
 
 
@@ -179,7 +186,14 @@ def read_line(name: str, ranks: Sequence[dict[str, Any]], job: EngineJob) -> Lin
         for runtime in RUNTIMES
         if runtime in found[0]
     }
-    return Line(name, job.devices, bound_ms(name, job), timings["ours"], timings.get("torch"))
+    return Line(
+        name,
+        job.devices,
+        chunks_of(CASES[name].schedule, job.devices).per_rank,
+        bound_ms(name, job),
+        timings["ours"],
+        timings.get("torch"),
+    )
 
 
 def _timing(ranks: Sequence[Sequence[dict[str, float]]], microbatches: int) -> Timing:
@@ -192,20 +206,21 @@ def _timing(ranks: Sequence[Sequence[dict[str, float]]], microbatches: int) -> T
 def bound_ms(name: str, job: EngineJob) -> float:
     """Return the least time of a step, in milliseconds.
 
-    Without recompute that is ``(microbatches + stages - 1) * (F + B)``.
+    For GPipe and 1F1B that is ``(microbatches + stages - 1) * (F + B)``.
     """
     case = CASES[name]
-    chosen = program(case.schedule, job.devices, job.microbatches, recompute=case.recompute)
+    chunks = chunks_of(case.schedule, job.devices)
+    chosen = program(case.schedule, chunks, job.microbatches, recompute=case.recompute)
     sleep = 1000 * job.forward_s
-    costs = Costs.even(job.devices, forward=sleep, backward_input=sleep, backward_weight=sleep)
-    return simulate(chosen, costs).makespan
+    costs = Costs.even(chunks.stages, forward=sleep, backward_input=sleep, backward_weight=sleep)
+    return simulate(chosen, costs, chunks).makespan
 
 
 def ratios(report: Report) -> dict[str, dict[str, float]]:
     """Return the engine's wall time over the bound, as ``{case: {"p2": ratio}}``."""
     found: dict[str, dict[str, float]] = {}
     for line in report.lines:
-        found.setdefault(line.case, {})[f"p{line.stages}"] = round(line.ratio, 4)
+        found.setdefault(line.case, {})[f"p{line.ranks}"] = round(line.ratio, 4)
     return found
 
 
@@ -225,21 +240,24 @@ def table(report: Report, job: EngineJob) -> str:
         f"ours sends through {sent}, torch's runtime through gloo; load {load} on "
         f"{os.cpu_count()} cores",
         "",
-        "                        wall ms   bound      wall / bound     CPU ms per microbatch",
-        "schedule         p         ours      ms      ours   torch           ours     torch",
+        "                              wall ms   bound     wall / bound   same model  CPU ms, mb",
+        "schedule               p  v      ours      ms     ours   torch      ms     ours  torch",
     ]
     for line in report.lines:
         other, bound = line.torch, line.bound_ms
         ratio = f"{other.wall_ms / bound:7.3f}" if other else "      -"
-        cpu = f"{other.cpu_ms:9.2f}" if other else "        -"
+        cpu = f"{other.cpu_ms:6.2f}" if other else "     -"
         lines.append(
-            f"{line.case:15} {line.stages:2} {line.ours.wall_ms:12.1f} {bound:7.0f} "
-            f"{line.ratio:9.3f} {ratio} {line.ours.cpu_ms:14.2f} {cpu}"
+            f"{line.case:21} {line.ranks:2} {line.per_rank:2} {line.ours.wall_ms:9.1f} "
+            f"{bound:7.0f} {line.ratio:8.3f} {ratio} {line.same_model_ms:7.0f} "
+            f"{line.ours.cpu_ms:8.2f} {cpu}"
         )
     notes = [
         "",
-        "wall: until the last stage ends. bound: the schedule with messages that take no time. "
-        "CPU: mean over the stages, all threads, the sleeping layers' few operations included.",
+        "p: ranks. v: stages per rank, each with a sleep of its own. wall: until the last rank "
+        "ends. bound: the schedule with messages that take no time. same model: the wall time over "
+        "v, as if the stages of a rank were parts of one. CPU ms, mb: per rank and microbatch, all "
+        "threads, the sleeping layers' few operations included.",
         "",
     ]
     return "\n".join(lines + notes)

@@ -65,15 +65,16 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineJob:
-    """The measurement of `goose3d bench engine` on one number of stages.
+    """The measurement of `goose3d bench engine` on one number of ranks.
 
     Attributes:
-        devices: Processes, one stage each.
+        devices: Processes, one rank of the pipeline each.
         microbatches: Microbatches per step.
         steps: Timed steps of each schedule, under each runtime.
         warmup: Steps before them.
         shared_memory: Let the engine send through shared memory where it can.
-        forward_s: Seconds that a stage's forward sleeps; its backward sleeps twice as long.
+        forward_s: Seconds that a stage's forward sleeps; its backward sleeps twice as long, half of
+            it for the weights.
         seed: Seed of weights and data.
     """
 
@@ -94,12 +95,12 @@ class EngineJob:
         Raises:
             ConfigError: Naming the setting and what is allowed.
         """
-        validate.at_least(2, stages=self.devices)
+        validate.at_least(2, ranks=self.devices)
         validate.at_least(1, steps=self.steps, warmup=self.warmup)
         validate.positive(forward_s=self.forward_s)
         if self.microbatches < self.devices:
             raise ConfigError(
-                f"microbatches={self.microbatches} is less than stages={self.devices}, which "
+                f"microbatches={self.microbatches} is less than ranks={self.devices}, which "
                 f"torch's 1F1B refuses; choose microbatches >= {self.devices}."
             )
 

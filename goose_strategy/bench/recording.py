@@ -43,7 +43,7 @@ class Row:
 
     Attributes:
         rank: Global rank.
-        pp: Its stage.
+        pp: Its place in the pipeline.
         dp: Its replica.
         tp: Its place in a tensor parallel group.
         spans: Its actions, by start.
@@ -54,6 +54,11 @@ class Row:
     dp: int
     tp: int
     spans: tuple[Span, ...]
+
+    @property
+    def stages(self) -> list[int]:
+        """The stages that the rank holds, in increasing order."""
+        return sorted({span.stage for span in self.spans})
 
     @property
     def work(self) -> list[Span]:

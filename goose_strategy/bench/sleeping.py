@@ -7,7 +7,7 @@ Sleeping ranks do not slow each other down, so a step over its schedule's bound 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,11 +40,19 @@ class SleepingModel(nn.Module):
         logits = self.head(hidden)
         return {"logits": logits} | ({} if labels is None else {"loss": sum_loss(logits, labels)})
 
-    def set_sleep(self, *, forward_s: float, backward_s: float) -> None:
-        """Let every layer sleep this many seconds in its forward and in its backward."""
-        for layer in self.layers.modules():
+    def set_sleep(
+        self, *, forward_s: float, backward_s: float, store: Collects | None = None
+    ) -> None:
+        """Let every layer sleep.
+
+        Args:
+            forward_s: Seconds in its forward.
+            backward_s: Seconds in its backward, half of them for the weights.
+            store: Where the weights' half is left while it collects.
+        """
+        for layer in self.modules():
             if isinstance(layer, SleepingLayer):
-                layer.forward_s, layer.backward_s = forward_s, backward_s
+                layer.forward_s, layer.backward_s, layer.store = forward_s, backward_s, store
 
 
 class SleepingLayer(nn.Module):
@@ -55,26 +63,62 @@ class SleepingLayer(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.forward_s = 0.0
         self.backward_s = 0.0
+        self.store: Collects | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the layer's output, of the same shape, after a sleep."""
         linear = self.linear(hidden)
-        out: Tensor = _Sleep.apply(linear, self.forward_s, self.backward_s)  # type: ignore[no-untyped-call]
+        times = (self.forward_s, self.backward_s)
+        out: Tensor = _Sleep.apply(linear, times, self.store)  # type: ignore[no-untyped-call]
         return hidden + out
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        ctx.seconds = backward_s
-        _sleep(forward_s)
+    def forward(
+        ctx: Any, hidden: Tensor, times: tuple[float, float], store: Collects | None
+    ) -> Tensor:
+        ctx.seconds, ctx.store = times[1], store
+        _sleep(times[0])
         return hidden.view_as(hidden)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        _sleep(ctx.seconds)
+        if ctx.store is not None and ctx.store.active:
+            _sleep(ctx.seconds / 2)
+            ctx.store.push(Nap(ctx.seconds / 2))
+        else:
+            _sleep(ctx.seconds)
         return gradient, None, None
+
+
+class Collects(Protocol):
+    """What keeps the weights' part of a backward, such as a ``WeightGradStore``."""
+
+    active: bool
+
+    def push(self, owed: Any) -> None:
+        """Keep it."""
+
+
+class Nap:
+    """The weights' part of a layer's backward: no gradients, only time.
+
+    Args:
+        seconds: How long.
+    """
+
+    parameters: tuple[Tensor, ...] = ()
+    held: tuple[Tensor, ...] = ()
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def compute(self) -> tuple[Tensor, ...]:
+        """Take the time."""
+        _sleep(self._seconds)
+        return ()
 
 
 def _sleep(seconds: float) -> None:

@@ -52,8 +52,9 @@ class _SplitToGroup(torch.autograd.Function):
 
 
 _Slicing = Callable[[Tensor, ProcessGroup, int, Sequence[int]], Tensor]
-_gather_from_group: _Slicing = _GatherFromGroup.apply
-_split_to_group: _Slicing = _SplitToGroup.apply
+# Not into a compiled graph: an exchange over the host is no operation of torch's compiler.
+_gather_from_group: _Slicing = torch.compiler.disable(_GatherFromGroup.apply)
+_split_to_group: _Slicing = torch.compiler.disable(_SplitToGroup.apply)
 
 
 def gather_from_group(

@@ -5,7 +5,7 @@ Everything here may move in any torch release; the test of the same name says wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -142,3 +143,120 @@ class ShardedGradScaler(torch.amp.GradScaler):
         finally:
             if supports is not None:
                 vars(optimizer)["_step_supports_amp_scaling"] = supports
+
+
+def put_children(module: nn.Module, children: Mapping[str, nn.Module]) -> None:
+    """Put other modules into the places of a module's children, for a moment.
+
+    ``setattr`` does it in public, in two microseconds each; here it is done for the layers of a
+    stack before and after each of a stage's forwards.
+    """
+    module._modules.update(children)
+
+
+def fresh_view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor that nobody else holds in another shape, not as a view of it.
+
+    What a custom autograd function returns must not be a view if others are to write into it. torch
+    ends its own ``F.linear`` with this operator, which has no public name.
+    """
+    viewed: Tensor = torch.ops.aten._unsafe_view.default(tensor, shape)
+    return viewed
+
+
+def embedding_backward(grad: Tensor, ids: Tensor, *, rows: int, padding: int) -> Tensor:
+    """Return the gradient ``[rows, width]`` of what ``F.embedding`` looked up.
+
+    torch has a public function for every matrix product and none for this kernel; ``index_add``
+    sums in another order.
+
+    Args:
+        grad: ``[..., width]``.
+        ids: ``[...]``, int64 or int32.
+        rows: Rows of the embedding.
+        padding: Id that gets no gradient; -1 for none.
+    """
+    backward = torch.ops.aten.embedding_dense_backward.default
+    found: Tensor = backward(grad, ids, rows, padding, False)  # noqa: FBT003
+    return found
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module's calls are compiled, by ``module.compile()`` or a wrapper of torch.
+
+    Neither can be asked for in public.
+    """
+    return module._compiled_call_impl is not None or is_compiled_wrapper(module)
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Return whether a module is what ``torch.compile(module)`` returns, around another one."""
+    return isinstance(module, torch._dynamo.OptimizedModule)
+
+
+def drop_compiled(module: nn.Module) -> None:
+    """Undo ``module.compile()``; torch has no public way back."""
+    module._compiled_call_impl = None
+
+
+def quiet_hooks(leaf: Tensor) -> None:
+    """Let hooks on a leaf be called with gradients only, from now on.
+
+    Where a backward has nothing for a leaf that is in its graph, autograd calls what
+    ``register_hook`` installed with ``None``, which hardly any hook expects, and then what
+    ``register_post_accumulate_grad_hook`` installed, as if something had been accumulated. There is
+    no public way to see the hooks, and none to end a path of the graph at run time.
+
+    Hooks that are installed later need another call.
+    """
+    before: dict[int, Any] | None = leaf._backward_hooks
+    after: dict[int, Any] | None = leaf._post_accumulate_grad_hooks
+    gate: _Gate | None = None
+    for key, hook in (before or {}).items():
+        if type(hook) is _Gate:
+            gate = hook
+        elif type(hook) is not _Quiet and before is not None:
+            before[key] = _Quiet(hook)
+    if not after:
+        return
+    if gate is None:
+        gate = _Gate()
+        leaf.register_hook(gate)
+    for key, hook in after.items():
+        if type(hook) is not _QuietAfter:
+            after[key] = _QuietAfter(hook, gate)
+
+
+class _Gate:
+    """A hook that notes whether there was a gradient, for those behind the accumulation."""
+
+    __slots__ = ("is_open",)
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        self.is_open = gradient is not None
+
+
+class _Quiet:
+    """A hook before the accumulation, left alone where there is no gradient."""
+
+    __slots__ = ("_hook",)
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        self._hook = hook
+
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else self._hook(gradient)
+
+
+class _QuietAfter:
+    """A hook behind the accumulation, left alone where there is no gradient."""
+
+    __slots__ = ("_gate", "_hook")
+
+    def __init__(self, hook: Callable[[Tensor], None], gate: _Gate) -> None:
+        self._hook = hook
+        self._gate = gate
+
+    def __call__(self, leaf: Tensor) -> None:
+        if self._gate.is_open:
+            self._hook(leaf)

@@ -14,6 +14,8 @@ of what is reduced are copied; a call that does not sync keeps one full local co
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -78,10 +80,18 @@ class Calls:
         self._current = call
         return call
 
-    def last_backward(self) -> None:
-        """Let complete buckets start: what accumulates now is the call's last contribution."""
-        if self._current is not None and self._current.sync and self._overlap:
-            self._rounds.ready.counting = True
+    @contextmanager
+    def completing(self, stage: int) -> Iterator[None]:
+        """Let complete buckets of ``stage`` start: its parameters get their last contribution."""
+        ready = self._rounds.ready
+        if self._current is None or not self._current.sync or not self._overlap:
+            yield
+            return
+        ready.counting, ready.stage = True, stage
+        try:
+            yield
+        finally:
+            ready.counting, ready.stage = False, None
 
     def end(self, call: CallGrads) -> None:
         """Take the call's gradients and put back what it found.

@@ -30,6 +30,7 @@ def hook_slot(slot: GradSlot, bucket: Bucket, ready: ReadyCounter) -> list[Remov
     """
     buffer = bucket.grads
     view = slot.view
+    stage = bucket.key.stage
 
     def before(_: Tensor) -> None:
         # Runs before the accumulation, which would add to a stale or travelling view.
@@ -40,7 +41,9 @@ def hook_slot(slot: GradSlot, bucket: Bucket, ready: ReadyCounter) -> list[Remov
         if param.grad is not view:
             buffer.adopt(slot)
         ready.dirty = True
-        if ready.counting and slot.round != ready.round:
+        if not ready.counting or slot.round == ready.round:
+            return
+        if stage is None or ready.stage is None or ready.stage == stage:
             slot.round = ready.round
             ready.mark(bucket.index)
 

@@ -38,6 +38,9 @@ class BucketKey:
         optimizer: Index of the optimizer that steps the parameters, if any.
         group: Index of its parameter group.
         narrow: Gradients of bf16 parameters are accumulated in bf16.
+        stage: The one stage of this rank that uses the parameters; ``None`` if stages are not told
+            apart.
+        shared: Several stages of this rank use the parameter.
     """
 
     dtype: torch.dtype
@@ -48,15 +51,23 @@ class BucketKey:
     optimizer: int | None = None
     group: int | None = None
     narrow: bool = False
+    stage: int | None = None
+    shared: bool = False
 
     @property
     def late(self) -> bool:
         """Whether the bucket waits for the end of the backward.
 
         Its first sum runs on a communicator that the layers (tp) or another stage (tie) use too;
-        only after the backward is the order of the launches the same on all its members.
+        only after the backward is the order of the launches the same on all its members. And what
+        several stages use is complete when the last of them is, whichever that may be.
         """
-        return self.tp_partial or self.tie is not None
+        return self.tp_partial or self.tie is not None or self.shared
+
+    @property
+    def turn(self) -> tuple[bool, int]:
+        """When the bucket starts among others: stages from last to first, then those that wait."""
+        return self.late, 0 if self.late or self.stage is None else -self.stage
 
     @property
     def accumulator_dtype(self) -> torch.dtype:
@@ -116,7 +127,8 @@ def plan_buckets(
             has a bucket of its own.
 
     Returns:
-        Buckets in the order in which a backward completes them; those that wait for its end last.
+        Buckets in the order in which a schedule's backwards complete them: those of the last stage
+        first, and within a stage from its end; those that wait for the end of them all last.
     """
     open_buckets: dict[BucketKey, BucketLayout] = {}
     buckets: list[BucketLayout] = []
@@ -130,7 +142,7 @@ def plan_buckets(
     quantum = dp_size * SLICE_MULTIPLE
     for bucket in buckets:
         bucket.size = -(-bucket.size // quantum) * quantum
-    key = lambda bucket: (bucket.key.tie is not None, bucket.key.late, bucket.closes)  # noqa: E731
+    key = lambda b: (b.key.tie is not None, *b.key.turn, b.closes)  # noqa: E731
     return sorted(buckets, key=key)
 
 
@@ -141,6 +153,7 @@ def plan_entries(
     *,
     tp_size: int,
     narrow: bool = False,
+    stage_of: Mapping[str, int] | None = None,
 ) -> list[Entry]:
     """Return what `plan_buckets` needs to know of parameters that have to be trained.
 
@@ -150,6 +163,8 @@ def plan_entries(
         owner_of: Optimizer index and group index by name.
         tp_size: Ranks that share a layer.
         narrow: Accumulate the gradients of bf16 parameters in bf16.
+        stage_of: Stage by name; several stages use a parameter without an entry. ``None`` or empty
+            where stages are not told apart.
 
     Raises:
         ConfigError: If a parameter is not real floating point.
@@ -173,6 +188,8 @@ def plan_entries(
             optimizer=optimizer,
             group=group,
             narrow=narrow and param.dtype == torch.bfloat16,
+            stage=stage_of.get(name) if stage_of else None,
+            shared=bool(stage_of) and name not in (stage_of or ()),
         )
         entries.append(Entry(name, param.numel(), key))
     return entries

@@ -8,8 +8,8 @@ accumulator per bucket. See `goose_strategy.grads.buffer` for the states of a bu
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,10 +21,13 @@ from goose_strategy.data_parallel.call import CallGrads, Calls, readable
 from goose_strategy.data_parallel.hooks import hook_slot
 from goose_strategy.data_parallel.plan import plan_buckets, plan_entries
 from goose_strategy.data_parallel.rounds import Rounds
+from goose_strategy.data_parallel.wire import RoundingNotice
 from goose_strategy.errors import ConfigError
 from goose_strategy.grads.buffer import GradSlot, GradState
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from goose_strategy.data_parallel.config import ZeroConfig
     from goose_strategy.mesh.mesh import ParallelMesh
     from goose_strategy.mesh.shard import ShardSpec
@@ -37,7 +40,7 @@ class Reducer:
 
     Two ways of use. *Direct* (``pp == 1``): plain ``loss.backward()`` followed by
     `finish_backward`. *Calls* (``pp > 1``): `begin_call`, the schedule's backwards with
-    `last_backward` before the last of them, `end_call`, and `release` when the user's backward
+    `completing` around the last of each stage, `end_call`, and `release` when the user's backward
     comes. Both end in `finalize` before gradients are clipped or stepped.
 
     After a sum over dp, only this rank's slice of each bucket holds it: elsewhere ``p.grad`` is
@@ -47,12 +50,13 @@ class Reducer:
         mesh: The mesh whose dp axis is reduced over.
         average: Whether sums over dp are divided by dp.
         config: Size of the buckets, and the types of gradients and states.
+        rounding: Tells of gradients that are rounded more than once per step.
         factors: Sum of the factors released since it was last taken, for the check that they are
             equal on all ranks; ``None`` if no call began since then, which all ranks know alike.
         generation: Counts the changes of the buckets.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all of it is known at once, and by nobody else
         self,
         params: Sequence[tuple[str, nn.Parameter]],
         specs: Mapping[str, ShardSpec],
@@ -61,6 +65,7 @@ class Reducer:
         config: ZeroConfig,
         average: bool,
         owner_of: Mapping[str, Owner],
+        stage_of: Mapping[str, int] | None = None,
     ) -> None:
         """Move the trainable parameters into buckets and install the hooks.
 
@@ -72,19 +77,22 @@ class Reducer:
             config: Size of the buckets.
             average: Divide the sum over dp by dp, as ``ddp`` does.
             owner_of: Optimizer index and group index by name, of those that are optimized.
+            stage_of: Stage by name, where a rank holds several; a parameter without an entry is
+                used by several of them. ``None`` or empty if they need not be told apart.
         """
         self.mesh = mesh
         self.average = average
         self.factors: float | Tensor | None = None
         self.generation = 0
         self.config = config
+        self.rounding = RoundingNotice(config, mesh)
         self._specs = dict(specs)
         self._owner_of: dict[str, Owner] = dict(owner_of)
+        self._stage_of = dict(stage_of or {})
         self._params = _unique(params)
         self._names = {id(param): name for name, param in self._params.items()}
         self._outside = set(self._params)
         self._sync = True
-        self._warned = False
         self._handles: list[RemovableHandle] = []
         self._slots: dict[int, tuple[Bucket, GradSlot]] = {}
         self._rounds = Rounds(mesh, [])
@@ -111,27 +119,20 @@ class Reducer:
             self._owner_of,
             tp_size=self.mesh.tp_size,
             narrow=self.config.grads == "bf16",
+            stage_of=self._stage_of,
         )
         layouts = plan_buckets(
             entries, dp_size=self.mesh.dp_size, bucket_numel=self.config.bucket_numel
         )
         self._outside.difference_update(name for name, _ in wanted)
-        return [
-            Bucket(
-                layout,
-                self._params,
-                self.mesh,
-                average=self.average,
-                narrow_wire=self.config.wire == "bf16",
-            )
-            for layout in layouts
-        ]
+        make = partial(Bucket, average=self.average, narrow_wire=self.config.wire == "bf16")
+        return [make(layout, self._params, self.mesh) for layout in layouts]
 
     def _install(self, buckets: list[Bucket]) -> None:
         self.generation += 1
         for handle in self._handles:
             handle.remove()
-        self._rounds.set_buckets(sorted(buckets, key=lambda bucket: bucket.key.late))
+        self._rounds.set_buckets(sorted(buckets, key=lambda bucket: bucket.key.turn))
         self._set_counting()
         self._slots = {id(slot.param): (b, slot) for b in self.buckets for slot in b.slots}
         self._handles = [
@@ -183,20 +184,9 @@ class Reducer:
     @sync.setter
     def sync(self, value: bool) -> None:
         if not value:
-            self.warn_of_rounding("every backward without sync")
+            self.rounding("every backward without sync")
         self._sync = value
         self._set_counting()
-
-    def warn_of_rounding(self, when: str) -> None:
-        """Warn, once, that gradients in bf16 are rounded more than once per step."""
-        if self.config.grads == "bf16" and not self._warned and self.mesh.rank == 0:
-            self._warned = True
-            warnings.warn(
-                f"grads='bf16' rounds the accumulated gradients after {when}: small contributions "
-                "to large sums are lost. grads='fp32' costs two bytes more per parameter.",
-                UserWarning,
-                stacklevel=3,
-            )
 
     def _set_counting(self) -> None:
         self._rounds.ready.counting = (
@@ -256,10 +246,18 @@ class Reducer:
         self.factors = 0.0 if self.factors is None else self.factors
         return call
 
-    def last_backward(self, stage: int = 0) -> None:
-        """Note that ``stage`` begins its last backward of the call: complete buckets may start."""
-        del stage  # One stage per rank so far; the schedule names it.
-        self._calls.last_backward()
+    def completing(self, stage: int) -> AbstractContextManager[None]:
+        """Surround an action after which gradients of ``stage`` are complete.
+
+        That is the last backward of the stage in the call. Where a backward is split, it is the
+        last that computes input gradients, and the last that computes weight gradients: each is the
+        last contribution to the parameters that accumulate in it. Buckets start inside of these
+        blocks; all others, and what other stages accumulate meanwhile, wait for `end_call`.
+
+        Args:
+            stage: Its number, as in ``stage_of``.
+        """
+        return self._calls.completing(stage)
 
     def end_call(self, call: CallGrads) -> CallGrads:
         """Take the call's gradients and put back what ``p.grad`` was. Collective if it syncs.

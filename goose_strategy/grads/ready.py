@@ -14,12 +14,23 @@ class ReadyCounter:
     """Counts the parameters of each bucket and starts complete buckets in index order.
 
     Attributes:
-        counting: Whether marks count now; a backward that is not the last one does not.
+        counting: Whether marks count now; in a backward that is not the last one they do not.
+        stage: The only stage whose marks count now; ``None`` for all.
         round: Number of the current round; a parameter counts once per round.
         dirty: Whether a gradient was accumulated since the last round ended.
     """
 
-    __slots__ = ("_idle", "_launch", "_missing", "_next", "_sizes", "counting", "dirty", "round")
+    __slots__ = (
+        "_idle",
+        "_launch",
+        "_missing",
+        "_next",
+        "_sizes",
+        "counting",
+        "dirty",
+        "round",
+        "stage",
+    )
 
     def __init__(
         self,
@@ -39,6 +50,7 @@ class ReadyCounter:
         self._launch = launch
         self._idle = idle
         self.counting = False
+        self.stage: int | None = None
         self.dirty = False
         self.round = 0
         self.begin_round()

@@ -8,6 +8,7 @@ these numbers. A constant expanded to the weight's shape takes one element of me
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,28 @@ def runnable_twin(model: nn.Module, device: torch.device) -> nn.Module:
         if type(module) is nn.Linear and module.weight.stride() == (0, 0):
             vars(module)["forward"] = _ConstantLinear(module).forward
     return twin
+
+
+def solid_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a part of a twin so that its weights have memory, and its linear layers work.
+
+    Args:
+        module: The twin, or a module in it.
+        memo: As for ``copy.deepcopy``.
+
+    Returns:
+        The copy; matrices hold small random numbers, as routers do something else with constants.
+    """
+    # A clone of an expanded tensor is written out.
+    solid = copy.deepcopy(module, memo)
+    for part in solid.modules():
+        if isinstance(getattr(vars(part).get("forward"), "__self__", None), _ConstantLinear):
+            del vars(part)["forward"]
+    with torch.no_grad():
+        for param in solid.parameters():
+            if param.is_floating_point() and param.ndim > 1:
+                param.normal_(std=0.02)
+    return solid
 
 
 class _ConstantLinear:

@@ -1,4 +1,4 @@
-"""Stages of equal work: what each layer costs, and the best cut for it.
+"""Stages of equal work: what each layer costs, counted.
 
 torch's pipelining cuts where it is told to, Megatron by number of layers. Behind the last layer
 comes the head, in a small model with a large vocabulary as much work as three layers, and a
@@ -10,16 +10,20 @@ the device. Attention between tokens is left out, as its share depends on the le
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
+from goose_strategy.pipeline_parallel.minmax import Load
+
 if TYPE_CHECKING:
     from goose_strategy.pipeline_parallel.stack import StackInfo
+    from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 
 
 class Work(NamedTuple):
-    """Multiplications per token, forward only.
+    """What each part of a model costs in one unit: multiplications per token, or time.
 
     Attributes:
         before: Of what comes before the first layer.
@@ -30,6 +34,13 @@ class Work(NamedTuple):
     before: int
     layers: tuple[int, ...]
     after: int
+
+    def load(self, stages: int) -> Load:
+        """Return it as what some stages cost: the first one has the front, the last the head."""
+        base = [0] * stages
+        base[0] += self.before
+        base[-1] += self.after
+        return Load(self.layers, tuple(base))
 
 
 def count_work(model: nn.Module, info: StackInfo) -> Work:
@@ -56,6 +67,49 @@ def count_work(model: nn.Module, info: StackInfo) -> Work:
     return Work(before, layers, after)
 
 
+class Parts(NamedTuple):
+    """The parameters of each part of a model; one that is tied may be in two parts.
+
+    Attributes:
+        before: Of the modules that are called before the first layer.
+        layers: Of each layer.
+        after: Of the modules that are called after the last layer.
+    """
+
+    before: tuple[nn.Parameter, ...]
+    layers: tuple[tuple[nn.Parameter, ...], ...]
+    after: tuple[nn.Parameter, ...]
+
+    def work(self, cost: Callable[[nn.Parameter], int]) -> Work:
+        """Return what a cost of each parameter makes for each part."""
+        layers = tuple(sum(map(cost, layer)) for layer in self.layers)
+        return Work(sum(map(cost, self.before)), layers, sum(map(cost, self.after)))
+
+    def held_by(self, chunks: Chunks) -> Parts:
+        """Return the parts without what the rank of the last stage has in the first one, too."""
+        if chunks.holders[0] != chunks.holders[-1]:
+            return self
+        known = {id(param) for param in self.before}
+        return self._replace(after=tuple(p for p in self.after if id(p) not in known))
+
+
+def model_parts(model: nn.Module, info: StackInfo) -> Parts:
+    """Return the parameters of every layer and of what is around them.
+
+    Args:
+        model: The whole model, on any device.
+        info: Where its layers are.
+    """
+    layers = tuple(tuple(model.get_submodule(call.name).parameters()) for call in info.layers)
+    before: list[nn.Parameter] = []
+    after: list[nn.Parameter] = []
+    for name, calls in info.segments.items():
+        own = list(model.get_submodule(name).parameters(recurse=False))
+        before += own * (0 in calls)
+        after += own * (info.num_layers in calls)
+    return Parts(tuple(before), layers, tuple(after))
+
+
 def _matrices(layer: nn.Module, active: float) -> int:
     """Count a layer's matrix elements; of stacked experts as many as a token meets."""
     params = list(layer.parameters())
@@ -73,39 +127,3 @@ def _active_share(model: nn.Module) -> float:
         if isinstance(experts, int) and isinstance(chosen, int) and experts >= chosen > 0:
             return chosen / experts
     return 1.0
-
-
-def balance(work: Work, stages: int) -> list[int]:
-    """Cut layers into contiguous stages so that the slowest is as fast as possible.
-
-    Exact, by dynamic programming over the first layers and stages. Among cuts with the same
-    slowest stage the one with the smallest sum of squares is taken, then the one with fewer layers
-    in front: the further forward a stage is, the more microbatches' activations it holds.
-
-    Args:
-        work: What everything costs.
-        stages: Number of stages, at most the number of layers.
-
-    Returns:
-        The number of layers of each stage, all at least 1.
-    """
-    sums = [0]
-    for cost in work.layers:
-        sums.append(sums[-1] + cost)
-    last = len(work.layers)
-    # best[n]: slowest stage, sum of squares and counts of the first n layers in `stage` stages.
-    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
-    for stage in range(stages):
-        further: dict[int, tuple[int, int, list[int]]] = {}
-        left = stages - stage - 1
-        for stop in range(stage + 1, last - left + 1) if left else [last]:
-            found = []
-            for start, (slowest, squares, counts) in best.items():
-                if start < stop:
-                    cost = sums[stop] - sums[start]
-                    cost += work.before * (stage == 0) + work.after * (left == 0)
-                    total = squares + cost * cost
-                    found.append((max(slowest, cost), total, [*counts, stop - start]))
-            further[stop] = min(found)
-        best = further
-    return best[last][2]

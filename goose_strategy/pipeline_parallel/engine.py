@@ -1,4 +1,4 @@
-"""Execute one stage's row of a schedule.
+"""Execute one rank's row of a schedule.
 
 ``torch.distributed.pipelining``'s runtime keeps receive buffers for all microbatches, fixes the
 shapes at the first step, refuses fewer microbatches than stages under 1F1B and waits without a
@@ -10,51 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from goose_strategy.comm.p2p import Metas, metas_of
-from goose_strategy.errors import BatchError, CallbackError, PeerError, ScheduleError
+from goose_strategy.errors import CallbackError, PeerError, ScheduleError
 from goose_strategy.pipeline_parallel.hooks import PipelineHooks
-from goose_strategy.pipeline_parallel.microbatch import precision_of, signature_of
-from goose_strategy.pipeline_parallel.program import StageProgram, stage_program
-from goose_strategy.pipeline_parallel.replay import Replay, Seen
+from goose_strategy.pipeline_parallel.microbatch import signature_of
+from goose_strategy.pipeline_parallel.program import RankProgram, rank_program
 from goose_strategy.pipeline_parallel.schedule import Action, Kind
+from goose_strategy.pipeline_parallel.work import StepResult, Work, Worker
 
 if TYPE_CHECKING:
     from goose_strategy.pipeline_parallel.config import PipelineConfig
     from goose_strategy.pipeline_parallel.hooks import Guard
-    from goose_strategy.pipeline_parallel.links import Expected, Link, Sent, StageLinks
-    from goose_strategy.pipeline_parallel.stage import PipelineStage
+    from goose_strategy.pipeline_parallel.links import Expected, Sent, StageLinks
+    from goose_strategy.pipeline_parallel.stage import ModelPart
+    from goose_strategy.pipeline_parallel.work import Place, Tensors
 
-
-@dataclass
-class StepResult:
-    """What one call of a stage produced; all ``None`` except on the last stage.
-
-    Attributes:
-        loss: Sum of the microbatches' losses (of the sums that ``loss_fn`` returned), a detached
-            scalar; ``None`` if the model returned none.
-        count: Sum of the counts that ``loss_fn`` returned; ``None`` without ``loss_fn``.
-        logits: Detached logits of each microbatch, if asked for.
-    """
-
-    loss: Tensor | None = None
-    count: Tensor | None = None
-    logits: list[Tensor] | None = None
+Completing: TypeAlias = Callable[[int], AbstractContextManager[None]]
+"""``completing(stage)`` surrounds the last action that adds to some of a stage's gradients."""
 
 
 class Engine:
-    """Runs a stage on microbatches.
+    """Runs a rank's stages on microbatches.
 
     Args:
-        stage: The stage.
-        links: Its links to the neighbours.
+        part: The rank's stages.
+        links: Its links to other ranks.
         config: Schedule and loss function.
         rank: Global rank, for messages.
         guard: Surrounds every action.
@@ -63,7 +47,7 @@ class Engine:
 
     def __init__(
         self,
-        stage: PipelineStage,
+        part: ModelPart,
         links: StageLinks,
         config: PipelineConfig,
         *,
@@ -71,68 +55,76 @@ class Engine:
         guard: Guard | None = None,
         hooks: PipelineHooks | None = None,
     ) -> None:
-        self.stage = stage
+        self.part = part
         self.links = links
         self.config = config
         self.rank = rank
         self.guard = guard
         self.hooks = hooks or PipelineHooks()
-        self.replay = Replay(stage.module) if config.recompute == "full" else None
+        self.worker = Worker(
+            part.stages,
+            loss_fn=config.loss_fn,
+            replays=config.recompute == "full",
+            store=part.store,
+        )
 
     def run(
         self,
         microbatches: Sequence[Mapping[str, Any]],
         *,
         train: bool,
-        before_last_backward: Callable[[], None] | None = None,
+        completing: Completing | None = None,
         want_logits: bool = False,
         want_loss: bool = True,
     ) -> StepResult:
-        """Run the whole schedule. Collective over the stages, which pass the same microbatches.
+        """Run the whole schedule. Collective over the ranks, which pass the same microbatches.
 
         Args:
             microbatches: Keyword arguments of the model, one mapping per microbatch.
             train: Run backwards too; gradients are added to every ``p.grad``.
-            before_last_backward: Called before this stage's last backward: from then on, a
-                parameter's gradient is complete once autograd has accumulated it.
+            completing: Surrounds the actions after which gradients of a stage are complete: what
+                autograd accumulates inside is a parameter's last contribution, unless several
+                stages of the rank use it.
             want_logits: Collect the logits on the last stage.
             want_loss: Call ``loss_fn`` (the model's own loss is taken whenever there is one).
 
         Returns:
-            The result; on stages before the last it is empty.
+            The result; empty on ranks without the last stage.
 
         Raises:
             ScheduleError: If an action fails; names it, with the original error as the cause.
-            PeerError: If a neighbour was lost.
+            PeerError: If another rank was lost.
         """
         if train and torch.is_inference_mode_enabled():
             raise ScheduleError("train=True cannot run inside torch.inference_mode().")
-        stage = self.stage
-        todo = stage_program(
+        part = self.part
+        todo = rank_program(
             self.config.schedule,
-            stage.num_stages,
+            part.chunks,
             len(microbatches),
             train=train,
-            stage=stage.index,
-            recompute=train and self.replay is not None,
+            rank=part.rank,
+            recompute=train and self.config.recompute == "full",
         )
         step = _Step(self, microbatches, todo, train=train)
-        step.want_logits, step.want_loss = want_logits and stage.is_last, want_loss
+        step.work.want_logits, step.work.want_loss = want_logits and part.has_loss, want_loss
         with torch.enable_grad() if train else torch.no_grad():
             if step.hooks.active:
                 with self._guarded("start of the step"):
                     step.hooks.open()
             for action in todo.actions:
-                if action is todo.last_backward and before_last_backward is not None:
-                    before_last_backward()
-                self._execute(action, step)
+                if completing is not None and action in todo.completes:
+                    with completing(action.stage):
+                        self._execute(action, step)
+                else:
+                    self._execute(action, step)
             self._finish(step)
-        return step.result
+        return step.work.result
 
     def _execute(self, action: Action, step: _Step) -> None:
         stage, microbatch = action.stage, action.microbatch
         try:
-            with self._guarded(str(action), microbatch):
+            with self._guarded(str(action), stage, microbatch):
                 step.hooks.launch(action)
                 step.handlers[action.kind](action)
                 step.hooks.finish(action)
@@ -154,97 +146,49 @@ class Engine:
                 step.hooks.after(action)
             step.hooks.close()
 
-    def _guarded(self, what: str, microbatch: int | None = None) -> AbstractContextManager[None]:
+    def _guarded(
+        self, what: str, stage: int | None = None, microbatch: int | None = None
+    ) -> AbstractContextManager[None]:
         if self.guard is None:
             return nullcontext()
-        return self.guard(what, stage=self.stage.index, microbatch=microbatch)
-
-
-class _Held(NamedTuple):
-    """What a microbatch's backward needs.
-
-    Attributes:
-        received: The stage's inputs; leaves of its graph.
-        edges: Where in the graph each differentiable output was made; ``None`` if no gradient
-            flows. Edges, not tensors: the outputs are freed once they are sent.
-        seed: On the last stage, the gradient to start with.
-    """
-
-    received: tuple[Tensor, ...]
-    edges: list[GradientEdge | None]
-    seed: tuple[Tensor, ...]
-
-
-class _Kept(NamedTuple):
-    """What a forward without a graph leaves to its recompute.
-
-    Attributes:
-        received: The stage's inputs.
-        seen: The random state, and what else it found.
-    """
-
-    received: tuple[Tensor, ...]
-    seen: Seen
-
-
-class _Computed(NamedTuple):
-    """What a forward of the stage gave.
-
-    Attributes:
-        output: What the stage returned.
-        roots: Where a backward starts: the loss on the last stage, else all float outputs.
-        counted: What ``loss_fn`` counted.
-    """
-
-    output: Any
-    roots: list[Tensor]
-    counted: Tensor | None = None
+        stage = self.part.stages[0].index if stage is None else stage
+        return self.guard(what, stage=stage, microbatch=microbatch)
 
 
 class _Step:
-    """One run of a row."""
+    """One run of a row: the messages, and what they are handed to."""
 
     def __init__(
         self,
         engine: Engine,
         microbatches: Sequence[Mapping[str, Any]],
-        todo: StageProgram,
+        todo: RankProgram,
         *,
         train: bool,
     ) -> None:
-        self.stage = engine.stage
+        chunks = engine.part.chunks
         self.links = engine.links
-        self.loss_fn = engine.config.loss_fn
-        self.microbatches = microbatches
         self.taken = todo.taken
-        self.recomputed = todo.recomputed
-        self.replay = engine.replay
-        self.train = train
+        self.work = Work(engine.worker, microbatches, train=train, recomputed=todo.recomputed)
         self.hooks = engine.hooks.begin(engine, len(microbatches), train=train)
-        self.want_logits = False
-        self.want_loss = True
-        self.result = StepResult()
-        device_type, autocast = precision_of(microbatches)
-        # Under autocast a backward would be cast anew; it follows its forward's types.
-        self.plain: Callable[[], AbstractContextManager[object]] = (
-            partial(torch.autocast, device_type, enabled=False) if autocast else nullcontext
-        )
+        autocast = self.work.autocast
         self.keys = [(autocast, *signature_of(one)) for one in microbatches]
-        # A forward without a graph leaves none of its casts in autocast's cache.
-        self.uncached: Callable[[], AbstractContextManager[object]] = (
-            partial(torch.autocast, device_type, cache_enabled=False) if autocast else nullcontext
-        )
-        self.held: dict[int, _Held] = {}
-        self.kept: dict[int, _Kept] = {}
-        self.metas: dict[int, Metas] = {}
-        self.outbox: dict[int, Sequence[Tensor]] = {}
-        self.inputs: dict[int, Expected] = {}
-        self.gradients: dict[int, Expected] = {}
+        self.last = chunks.stages - 1
+        # Boundaries inside of this rank, by the stage before: handed over in memory.
+        self.local = {s.index for s in engine.part.stages if not s.is_last} & {
+            stage for stage in range(self.last) if chunks.is_local(stage)
+        }
+        self.outputs: dict[Place, Tensors] = {}
+        self.input_gradients: dict[Place, Sequence[Tensor]] = {}
+        self.inputs: dict[Place, Expected] = {}
+        self.gradients: dict[Place, Expected] = {}
         self.sends: dict[Action, Sent] = {}
         self.handlers: Mapping[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.backward,
-            Kind.RECOMPUTE: self.recompute,
+            Kind.INPUT: self.backward,
+            Kind.WEIGHT: lambda action: self.work.backward_weight(_place(action)),
+            Kind.RECOMPUTE: lambda action: self.work.recompute(_place(action)),
             Kind.SEND_FORWARD: self.send_forward,
             Kind.RECEIVE_FORWARD: self.receive_forward,
             Kind.SEND_BACKWARD: self.send_backward,
@@ -252,94 +196,55 @@ class _Step:
         }
 
     def receive_forward(self, action: Action) -> None:
-        key = ("F", self.keys[action.microbatch])
-        self.inputs[action.microbatch] = _need(self.links.from_previous).receive(key=key)
+        stage, _, microbatch = action
+        key = ("F", stage - 1, self.keys[microbatch])
+        self.inputs[_place(action)] = self.links.forward(stage - 1).receive(key=key)
 
     def send_forward(self, action: Action) -> None:
-        key, output = ("F", self.keys[action.microbatch]), self.outbox.pop(action.microbatch)
-        self.sends[action] = _need(self.links.to_next).send(output, key=key)
+        stage, _, microbatch = action
+        key, output = ("F", stage, self.keys[microbatch]), self.outputs.pop(_place(action))
+        self.sends[action] = self.links.forward(stage).send(output, key=key)
 
     def receive_backward(self, action: Action) -> None:
-        key, expected = ("B", self.keys[action.microbatch]), self.metas[action.microbatch]
-        pending = _need(self.links.from_next).receive(key=key, expected=expected)
-        self.gradients[action.microbatch] = pending
+        stage, _, microbatch = action
+        key, expected = ("B", stage, self.keys[microbatch]), self.work.metas[_place(action)]
+        self.gradients[_place(action)] = self.links.backward(stage).receive(
+            key=key, expected=expected
+        )
 
     def send_backward(self, action: Action) -> None:
-        key, output = ("B", self.keys[action.microbatch]), self.outbox.pop(action.microbatch)
-        self.sends[action] = _need(self.links.to_previous).send(output, key=key)
+        stage, _, microbatch = action
+        key = ("B", stage - 1, self.keys[microbatch])
+        output = self.input_gradients.pop(_place(action))
+        self.sends[action] = self.links.backward(stage - 1).send(output, key=key)
 
     def forward(self, action: Action) -> None:
-        received = self._wait(self.inputs, action) if not self.stage.is_first else ()
-        if self.train:
-            for tensor in received:
-                if tensor.is_floating_point():
-                    tensor.requires_grad_()
-        if action.microbatch in self.recomputed:
-            computed = self._forward_without_graph(action.microbatch, received)
-        else:
-            computed = self._compute(action.microbatch, received)
-            if self.train:
-                self._hold(action.microbatch, received, computed)
-        if self.train:
-            self.metas[action.microbatch] = metas_of(computed.roots)
-        if self.stage.is_last:
-            self._add_result(computed)
-        else:
-            self.outbox[action.microbatch] = computed.output
-
-    def _forward_without_graph(self, index: int, received: tuple[Tensor, ...]) -> _Computed:
-        inputs = (*received, *self.microbatches[index].values())
-        with self.uncached(), torch.no_grad(), _need_replay(self.replay).first(inputs) as seen:
-            computed = self._compute(index, received)
-        self.kept[index] = _Kept(received, seen)
-        return computed
-
-    def recompute(self, action: Action) -> None:
-        index = action.microbatch
-        kept = self.kept.pop(index)
-        with _need_replay(self.replay).again(kept.seen):
-            computed = self._compute(index, kept.received)
-        if metas_of(computed.roots) != self.metas[index]:
-            raise ScheduleError(
-                "the forward gave outputs of other shapes or types than the first time; a model "
-                "that depends on more than its inputs, parameters, buffers and torch's random "
-                "numbers needs recompute='none'."
-            )
-        self._hold(index, kept.received, computed)
-
-    def _compute(self, index: int, received: tuple[Tensor, ...]) -> _Computed:
-        microbatch = self.microbatches[index]
-        output = self.stage.forward(microbatch, received)
-        if not self.stage.is_last:
-            return _Computed(output, [tensor for tensor in output if tensor.is_floating_point()])
-        loss, count = self._loss(output, microbatch)
-        return _Computed(output, [] if loss is None else [loss], count)
-
-    def _hold(self, index: int, received: tuple[Tensor, ...], computed: _Computed) -> None:
-        roots = computed.roots
-        edges = [get_gradient_edge(root) if root.requires_grad else None for root in roots]
-        seed = tuple(map(self.stage.seed, roots)) if self.stage.is_last else ()
-        self.held[index] = _Held(received, edges, seed)
+        stage, _, microbatch = action
+        received: Tensors = ()
+        if stage - 1 in self.local:
+            handed = self.outputs.pop((stage - 1, microbatch))
+            received = tuple(tensor.detach() for tensor in handed)
+        elif stage > 0:
+            received = self._wait(self.inputs, action)
+        output = self.work.forward(_place(action), received)
+        if stage < self.last:
+            self.outputs[_place(action)] = output
 
     def backward(self, action: Action) -> None:
-        if action.microbatch in self.kept:
-            raise ScheduleError("its recompute is missing in the schedule.")
-        held = self.held.pop(action.microbatch)
-        gradients = held.seed if self.stage.is_last else self._wait(self.gradients, action)
-        pairs = [(e, g) for e, g in zip(held.edges, gradients, strict=True) if e is not None]
-        if pairs:
-            with self.plain():
-                torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs])
-        if not self.stage.is_first:
-            self.outbox[action.microbatch] = [
-                tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-                for tensor in held.received
-                if tensor.is_floating_point()
-            ]
+        stage, kind, microbatch = action
+        gradients: Tensors | None = None
+        if stage in self.local:
+            gradients = tuple(self.input_gradients.pop((stage + 1, microbatch)))
+        elif stage < self.last:
+            gradients = self._wait(self.gradients, action)
+        run = self.work.backward if kind is Kind.BACKWARD else self.work.backward_input
+        result = run(_place(action), gradients)
+        if stage > 0:
+            self.input_gradients[_place(action)] = result
 
-    def _wait(self, pending: dict[int, Expected], action: Action) -> tuple[Tensor, ...]:
-        """Wait for an action's message, and free the sends that the neighbour took before it."""
-        tensors = pending.pop(action.microbatch).wait()
+    def _wait(self, pending: dict[Place, Expected], action: Action) -> Tensors:
+        """Wait for an action's message, and free the sends that the sender took before it."""
+        tensors = pending.pop(_place(action)).wait()
         self.hooks.arrived(action)
         for send in self.taken.get(action, ()):
             self.sends.pop(send).wait()
@@ -347,52 +252,6 @@ class _Step:
         self.hooks.before(action)
         return tensors
 
-    def _loss(
-        self, output: Any, microbatch: Mapping[str, Any]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the last stage's loss, and the count of a ``loss_fn``."""
-        loss: Tensor | None = None
-        count: Tensor | None = None
-        if self.loss_fn is None:
-            loss = _read(output, "loss")
-        elif self.want_loss:
-            loss, counted = self.loss_fn(output, dict(microbatch))
-            count = torch.as_tensor(counted).detach()
-        if loss is None and self.train:
-            raise BatchError("the model returned no loss; pass labels, or a loss_fn.")
-        return loss, count
 
-    def _add_result(self, computed: _Computed) -> None:
-        """Add the last stage's loss, count and logits to the result."""
-        result = self.result
-        if self.want_logits:
-            result.logits = [*(result.logits or []), _read(computed.output, "logits").detach()]
-        if (count := computed.counted) is not None:
-            result.count = count if result.count is None else result.count + count
-        for loss in computed.roots:
-            value = loss.detach()
-            result.loss = value.clone() if result.loss is None else result.loss + value
-
-
-def _need_replay(replay: Replay | None) -> Replay:
-    if replay is None:
-        raise ScheduleError("the schedule has a recompute, but recompute='full' is not set.")
-    return replay
-
-
-def _need(link: Link | None) -> Link:
-    if link is None:
-        raise ScheduleError("the schedule has a message where the stage has no neighbour.")
-    return link
-
-
-def _read(output: Any, name: str) -> Any:
-    """Return a field of a model's output."""
-    if isinstance(output, Mapping):
-        return output.get(name)
-    if not hasattr(output, name):
-        raise ScheduleError(
-            f"the model returned a {type(output).__name__} without {name!r}; return an object or a "
-            "dict with loss and logits, or pass loss_fn in PipelineConfig."
-        )
-    return getattr(output, name)
+def _place(action: Action) -> Place:
+    return action.stage, action.microbatch

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where a module keeps the hooks around its forward and backward."""
+
 
 class Ghosts:
     """The ghosts of one module; moves them along with the module.
@@ -90,7 +93,7 @@ def make_ghosts(module: nn.Module, names: Collection[str]) -> None:
 
 def drop_hooks(module: nn.Module) -> None:
     """Remove the hooks around a module's forward and backward, which its stand-in must not run."""
-    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+    for name in HOOKS:
         # There is no public way to remove a hook that somebody else registered.
         getattr(module, name).clear()
 

@@ -56,7 +56,7 @@ class PipelineEvent(NamedTuple):
         microbatch: Index of the microbatch.
         stage: Stage that acts.
         rank: Global rank.
-        schedule: ``"1F1B"``, ``"GPipe"``, or ``"forward_only"`` in a call without gradients.
+        schedule: The name of the schedule, or ``"forward_only"`` in a call without gradients.
         step: Number of the pipelined call, counted from 0 over all models, evaluations included.
         kind: What happens, in the notation of the tables: ``"F"``, ``"B"``, ``"SEND_F"``...
         train: Whether the call runs backwards too.
@@ -79,7 +79,7 @@ class PipelineStep(NamedTuple):
         schedule: As in `PipelineEvent`.
         train: Whether the call runs backwards too.
         rank: Global rank.
-        stage: Stage of this rank.
+        held: Stages of this rank.
         stages: Number of stages.
         microbatches: Number of microbatches.
         mesh: The mesh, if there is one.
@@ -89,7 +89,7 @@ class PipelineStep(NamedTuple):
     schedule: str
     train: bool
     rank: int
-    stage: int
+    held: tuple[int, ...]
     stages: int
     microbatches: int
     mesh: ParallelMesh | None = None
@@ -240,14 +240,14 @@ class PipelineHooks:
 
     def begin(self, engine: Engine, microbatches: int, *, train: bool) -> StepHooks:
         """Number a call of an engine and return what is called in it."""
-        stage = engine.stage
+        part = engine.part
         step = PipelineStep(
             step=self.calls,
             schedule=engine.config.schedule if train else "forward_only",
             train=train,
-            rank=stage.index if engine.rank is None else engine.rank,
-            stage=stage.index,
-            stages=stage.num_stages,
+            rank=part.rank if engine.rank is None else engine.rank,
+            held=part.chunks.stages_of(part.rank),
+            stages=part.chunks.stages,
             microbatches=microbatches,
             mesh=self.mesh,
         )
@@ -359,16 +359,17 @@ def _failure(
     call: Callable[[Any], None], told: PipelineEvent | PipelineStep, error: Exception
 ) -> CallbackError:
     owner: object = getattr(call, "__self__", call)
-    stage, microbatch, rank = told.stage, None, told.rank
+    stage = microbatch = None
     shown: object = told
     if isinstance(told, PipelineEvent):
-        microbatch = told.microbatch
+        stage, microbatch = told.stage, told.microbatch
     else:
+        stage = told.held[0]
         shown = told._replace(mesh=None)
     return CallbackError(
         f"callback {type(owner).__name__}.{getattr(call, '__name__', 'call')}({shown}) failed: "
         f"{type(error).__name__}: {error}",
-        rank=rank,
+        rank=told.rank,
         stage=stage,
         microbatch=microbatch,
     )

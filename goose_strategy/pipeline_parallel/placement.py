@@ -1,15 +1,16 @@
-"""Which stages keep which parameters."""
+"""Which ranks keep which parameters."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from goose_strategy.errors import PlanError
+from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 
 if TYPE_CHECKING:
     from goose_strategy.pipeline_parallel.stack import StackInfo
@@ -31,7 +32,7 @@ class Slot:
 
 
 class Placement:
-    """For every slot of a model the stages that keep it.
+    """For every slot of a model the stages that keep it, and so the ranks.
 
     A layer's parameters stay with the layer. Any other module's stay where the module is called
     between the first and the last layer of a stage: embeddings on the first, norm and head on the
@@ -42,14 +43,22 @@ class Placement:
         model: The whole model.
         info: What the probe found out about it.
         bounds: First layer of every stage, and the number of layers.
+        chunks: Which rank holds which stages; one stage per rank if ``None``.
 
     Raises:
         PlanError: If the model cannot be cut at these bounds.
     """
 
-    def __init__(self, model: nn.Module, info: StackInfo, bounds: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        info: StackInfo,
+        bounds: Sequence[int],
+        chunks: Chunks | None = None,
+    ) -> None:
         self._info = info
         self._bounds = tuple(bounds)
+        self.chunks = chunks or Chunks(max(1, self.num_stages))
         self._check_bounds()
         self._layer_of = {call.name: layer for layer, call in enumerate(info.layers)}
         self._modules = [name for name, _ in model.named_modules()]
@@ -64,40 +73,63 @@ class Placement:
         """Number of stages."""
         return len(self._bounds) - 1
 
-    def missing(self, stage: int) -> dict[str, list[str]]:
-        """Return the slots that a stage does not keep, as names of attributes by module."""
+    def missing(self, rank: int) -> dict[str, list[str]]:
+        """Return the slots that a rank does not keep, as names of attributes by module."""
         out: dict[str, list[str]] = {}
         for slot, stages in self._stages.items():
-            if stage not in stages:
+            if rank not in self._ranks(stages):
                 out.setdefault(slot.module, []).append(slot.attribute)
         return out
 
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """Return the parameters that more than one stage keeps, with these stages in order.
+        """Return the parameters that more than one rank keeps, with these ranks in order.
 
         Raises:
-            PlanError: If one is on other stages than the first and the last.
+            PlanError: If one is on other ranks than the first and the last.
         """
         stages_of: dict[str, set[int]] = {}
         for slot, stages in self._stages.items():
             stages_of.setdefault(slot.parameter, set()).update(stages)
-        shared = {name: tuple(sorted(on)) for name, on in stages_of.items() if len(on) > 1}
-        for name, on in shared.items():
-            if on != (0, self.num_stages - 1):
+        ends = (0, self.chunks.ranks - 1)
+        shared: dict[str, tuple[int, ...]] = {}
+        for name, on in stages_of.items():
+            ranks = tuple(sorted(self._ranks(on)))
+            if len(ranks) > 1 and ranks != ends:
                 raise PlanError(
-                    f"{name} is used on the stages {list(on)}; a weight can be shared by the "
-                    "first and the last stage only. Choose another partition.",
+                    f"{name} is used on the stages {sorted(on)}; a weight can be shared by the "
+                    "first and the last rank of the pipeline only. Choose another partition.",
                     axis="pp",
                 )
+            if len(ranks) > 1:
+                shared[name] = ranks
         return shared
 
-    def local_name(self, parameter: str, stage: int) -> str:
-        """Return the name under which a stage has a parameter that it keeps."""
+    def local_name(self, parameter: str, rank: int) -> str:
+        """Return the name under which a rank has a parameter that it keeps."""
         return next(
             f"{slot.module}.{slot.attribute}" if slot.module else slot.attribute
             for slot, stages in self._stages.items()
-            if slot.parameter == parameter and stage in stages
+            if slot.parameter == parameter and rank in self._ranks(stages)
         )
+
+    def stage_of(self, rank: int) -> dict[str, int]:
+        """Return the stage of each parameter of a rank, by the name that the rank has for it.
+
+        Parameters that several stages of the rank use, such as an embedding that is the head's
+        weight, too, are left out.
+        """
+        stages_of: dict[str, set[int]] = {}
+        for slot, stages in self._stages.items():
+            here = {stage for stage in stages if self.chunks.rank_of(stage) == rank}
+            stages_of.setdefault(slot.parameter, set()).update(here)
+        return {
+            self.local_name(name, rank): min(stages)
+            for name, stages in stages_of.items()
+            if len(stages) == 1
+        }
+
+    def _ranks(self, stages: Iterable[int]) -> set[int]:
+        return {self.chunks.rank_of(stage) for stage in stages}
 
     def _check_bounds(self) -> None:
         bounds, layers = self._bounds, self._info.num_layers
@@ -105,6 +137,12 @@ class Placement:
         if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != layers or not rising:
             raise PlanError(
                 f"bounds={list(bounds)} must rise from 0 to the number of layers, {layers}.",
+                axis="pp",
+            )
+        if self.chunks.stages != self.num_stages:
+            raise PlanError(
+                f"bounds={list(bounds)} give {self.num_stages} stages, {self.chunks.ranks} ranks "
+                f"with {self.chunks.per_rank} stages each need {self.chunks.stages}.",
                 axis="pp",
             )
         for first, end in itertools.pairwise(bounds):

@@ -52,7 +52,7 @@ def probe_model(model: nn.Module, example: Example | None = None) -> StackInfo:
             runs more than once or out of order, or the model cannot run without its layers.
     """
     stack = find_stack(model)
-    inputs = dict(example) if example is not None else _default_example(model)
+    inputs = dict(example) if example is not None else default_example(model)
     inputs |= call_settings(model)
     with _as_probed(model):
         record = record_forward(model, stack, inputs)
@@ -93,7 +93,18 @@ def call_settings(model: nn.Module) -> dict[str, Any]:
     return {"use_cache": False} if named or (open_ended and has_setting) else {}
 
 
-def _default_example(model: nn.Module) -> dict[str, Tensor]:
+def default_example(
+    model: nn.Module, shape: tuple[int, int] = (_ROWS, _COLUMNS)
+) -> dict[str, Tensor]:
+    """Return ids that any causal language model takes, on the device of its parameters.
+
+    Args:
+        model: The model.
+        shape: Rows and columns of the ids.
+
+    Raises:
+        PlanError: If it does not say how large its vocabulary is.
+    """
     config = getattr(model, "config", None)
     vocab = getattr(config, "vocab_size", None)
     if not isinstance(vocab, int):
@@ -105,13 +116,14 @@ def _default_example(model: nn.Module) -> dict[str, Tensor]:
     device = next(model.parameters()).device
     # The lowest ids are padding and other special tokens where the vocabulary is large enough.
     low = 4 if vocab > 8 else 0
-    ids = torch.arange(_ROWS * _COLUMNS, device=device).reshape(_ROWS, _COLUMNS)
+    rows, columns = shape
+    ids = torch.arange(rows * columns, device=device).reshape(rows, columns)
     example = {"input_ids": low + ids % (vocab - low)}
     if device.type == "meta":
         # Given a finished mask, transformers does not look at values, which do not exist there.
         dtype = next(model.parameters()).dtype
-        shape = (_ROWS, 1, _COLUMNS, _COLUMNS)
-        example["attention_mask"] = torch.zeros(shape, dtype=dtype, device=device)
+        mask = torch.zeros((rows, 1, columns, columns), dtype=dtype, device=device)
+        example["attention_mask"] = mask
     return example
 
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules as tables of actions: the notation, and the schedules the engine runs.
+"""Pipeline schedules as tables of actions: the notation, and the two classic schedules.
 
 torch's schedules are loops inside classes that also run them, which ties the order of work to one
 runtime, refuses fewer microbatches than stages under 1F1B, and cannot be looked at before it
@@ -12,7 +12,6 @@ several stages per rank, the checks and the simulator are in
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
@@ -130,23 +129,3 @@ def one_f_one_b(stages: int, microbatches: int) -> Table:
             row += [forward, backward]
         rows.append(tuple(row + backwards[microbatches - warm_up :]))
     return tuple(rows)
-
-
-def forward_only(stages: int, microbatches: int) -> Table:
-    """Only the forwards, for evaluation.
-
-    Args:
-        stages: Number of stages.
-        microbatches: Number of microbatches.
-
-    Returns:
-        The table of ``F`` actions.
-    """
-    return tuple(
-        tuple(Action(stage, Kind.FORWARD, mb) for mb in range(microbatches))
-        for stage in range(stages)
-    )
-
-
-SCHEDULES: Mapping[str, Callable[[int, int], Table]] = {"GPipe": gpipe, "1F1B": one_f_one_b}
-"""The schedules that the engine runs, which a user can name."""

@@ -139,7 +139,7 @@ class StepRecorder(PipelineCallback):
 
     def _header(self, step: PipelineStep) -> dict[str, Any]:
         mesh = step.mesh
-        place = {"pp": step.stage, "dp": 0, "tp": 0}
+        place = {"pp": step.rank, "dp": 0, "tp": 0}
         if mesh is not None:
             place = {"pp": mesh.pp_rank, "dp": mesh.dp_rank, "tp": mesh.tp_rank}
         return {
@@ -147,7 +147,7 @@ class StepRecorder(PipelineCallback):
             "version": VERSION,
             "run": self._run,
             "rank": step.rank,
-            "world": step.stages if mesh is None else mesh.layout.world_size,
+            "world": step.stages // len(step.held) if mesh is None else mesh.layout.world_size,
             **place,
             "device": "cpu" if mesh is None else mesh.device.type,
             "times": "host",

@@ -191,7 +191,7 @@ class ShardedModel:
         Raises:
             ConfigError: If the module is cut into stages: what other stages hold is gone from it.
         """
-        if self.surgery.stage is not None:
+        if self.surgery.part is not None:
             raise ConfigError(
                 f"{type(self.module).__name__} was cut into pp={self.mesh.pp_size} stages by "
                 "another strategy and cannot be set up again; go on with the same Fabric or "
@@ -202,8 +202,9 @@ class ShardedModel:
     def _install(self, *, hook_forward: bool) -> None:
         surgery = self.surgery
         for _, lm in surgery.models:
-            if surgery.stage is not None:
-                self._pipeline = PipelineCall(self, surgery.stage, self._watchdog)
+            if surgery.part is not None and surgery.plan is not None:
+                config = surgery.plan.config
+                self._pipeline = PipelineCall(self, surgery.part, config, self._watchdog)
                 self._patch(lm, PipelinedForward(self, lm.forward))
             else:
                 self._patch(lm, DirectForward(self, lm.forward))
@@ -224,7 +225,7 @@ class ShardedModel:
         # On the instance, so that the class, isinstance checks and config survive.
         model.forward = forward
         self._undo.callback(vars(model).pop, "forward", None)
-        if self.mesh.tp is not None or self.surgery.stage is not None:
+        if self.mesh.tp is not None or self.surgery.part is not None:
             vars(model)["__deepcopy__"] = partial(refuse_copy, type(model).__name__)
             self._undo.callback(vars(model).pop, "__deepcopy__", None)
 
@@ -285,10 +286,11 @@ class ShardedModel:
             config=self.config.zero,
             average=True,
             owner_of=owned,
+            stage_of=self.surgery.stage_of,
         )
         pp, pipeline = self.mesh.pp_size, self.config.pipeline
         if pp > 1 and pipeline.microbatches(pp) > 1:
-            self.reducer.warn_of_rounding("every microbatch")
+            self.reducer.rounding("every microbatch")
         return self.reducer
 
     def _detach(self) -> None:

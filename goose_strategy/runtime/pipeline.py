@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from goose_strategy.comm.collectives import all_gather_objects, all_reduce, broadcast
 from goose_strategy.errors import BatchError, ScheduleError
 from goose_strategy.pipeline_parallel.bridge import attach_loss
-from goose_strategy.pipeline_parallel.engine import Engine, StepResult
+from goose_strategy.pipeline_parallel.engine import Engine
 from goose_strategy.pipeline_parallel.links import connect_stages
 from goose_strategy.pipeline_parallel.microbatch import split_batch
 from goose_strategy.runtime.batch import join_logits
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from goose_strategy.comm.watchdog import Watchdog
     from goose_strategy.data_parallel.call import CallGrads
     from goose_strategy.data_parallel.reducer import Reducer
-    from goose_strategy.pipeline_parallel.stage import PipelineStage
+    from goose_strategy.pipeline_parallel.config import PipelineConfig
+    from goose_strategy.pipeline_parallel.stage import ModelPart
+    from goose_strategy.pipeline_parallel.work import StepResult
     from goose_strategy.runtime.batch import Batch
     from goose_strategy.runtime.handle import Handle
 
@@ -40,17 +42,21 @@ class PipelineCall:
 
     Args:
         model: The sharded model.
-        stage: This rank's stage of it.
+        part: This rank's stages of it.
+        config: The settings with the schedule that was chosen.
         watchdog: Guards every action, or ``None``.
     """
 
-    def __init__(self, model: Handle, stage: PipelineStage, watchdog: Watchdog | None) -> None:
+    def __init__(
+        self, model: Handle, part: ModelPart, config: PipelineConfig, watchdog: Watchdog | None
+    ) -> None:
         self._model = model
         self._mesh = model.mesh
-        self._config = model.config.pipeline
+        self._scale: Tensor | None = None
+        self._config = config
         self.engine = Engine(
-            stage,
-            connect_stages(model.mesh),
+            part,
+            connect_stages(model.mesh, part.chunks),
             self._config,
             rank=model.mesh.rank,
             guard=None if watchdog is None else watchdog.guard,
@@ -90,10 +96,10 @@ class PipelineCall:
             # Only the last stage has divided by it; elsewhere the sum would stay under way.
             count.wait()
         loss, scale = self._share(result, own_loss=own_loss) if has_loss else (None, 1.0)
-        if self.engine.stage.loss_scale is not None:
+        if self._scale is not None:
             # The call's gradients were scaled from the loss on, or fp16 would have lost the small
             # ones; what the user's backward brings is scaled, too.
-            scale = scale / self.engine.stage.loss_scale
+            scale = scale / self._scale
         logits = self._share_logits(result.logits) if want_logits else None
         if loss is not None and call is not None:
             release = Release(model, call, scale)
@@ -106,27 +112,33 @@ class PipelineCall:
         self, microbatches: list[Batch], *, train: bool, want_logits: bool
     ) -> tuple[StepResult, CallGrads | None]:
         reducer = self._model.reducer
-        self.engine.stage.loss_scale = None
+        self._scale_by(None)
         if not train or reducer is None:
             return self.engine.run(microbatches, train=False, want_logits=want_logits), None
-        self.engine.stage.loss_scale = self._model.loss_scale()
+        self._scale_by(self._model.loss_scale())
         call = reducer.begin_call(self._model.sync)
         result = self.engine.run(
             microbatches,
             train=True,
-            before_last_backward=reducer.last_backward,
+            completing=reducer.completing,
             want_logits=want_logits,
         )
         with self._model.watch("gradient reduction"):
             reducer.end_call(call)
         return result, call
 
+    def _scale_by(self, scale: Tensor | None) -> None:
+        """Multiply the gradients of this call by a scale, from the loss on."""
+        self._scale = scale
+        for stage in self.engine.part.stages:
+            stage.loss_scale = scale
+
     def _share(self, result: StepResult, *, own_loss: bool) -> tuple[Tensor, float | Tensor]:
         """Return the global loss on all ranks, and the factor that its gradients still lack."""
         mesh, model = self._mesh, self._model
         dtype = model.surgery.loss_dtype
         pair = torch.zeros(2, dtype=dtype, device=mesh.device)
-        if mesh.is_last_stage and mesh.tp_rank == 0 and result.loss is not None:
+        if result.loss is not None and mesh.tp_rank == 0:
             pair[0] = result.loss
             pair[1] = 1 if result.count is None else result.count
         with model.watch("the sum of the loss"):
@@ -149,7 +161,8 @@ class PipelineCall:
         known = next((meta for meta in every if meta is not None), None)
         if known is None:
             raise ScheduleError("The last stage returned no logits.", rank=mesh.rank)
-        source = mesh.layout.stage_rank(mesh.rank, mesh.pp_size - 1)
+        chunks = self.engine.part.chunks
+        source = mesh.layout.stage_rank(mesh.rank, chunks.rank_of(chunks.stages - 1))
         received = []
         for index, (shape, dtype) in enumerate(known):
             if logits is not None:

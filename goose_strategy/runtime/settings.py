@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 from goose_strategy.errors import ConfigError
 from goose_strategy.optim.config import ZeroConfig
-from goose_strategy.pipeline_parallel.config import PipelineConfig
+from goose_strategy.pipeline_parallel.compiled import refuse_split
+from goose_strategy.pipeline_parallel.config import AUTO, PipelineConfig
+from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 from goose_strategy.tensor_parallel.config import TensorConfig
 from goose_strategy.validate import at_least, whole
 
@@ -35,8 +37,9 @@ class RuntimeConfig:
         """Check what can be checked without a model or a process group.
 
         Raises:
-            ConfigError: If a size is no positive whole number, a listed partition does not name
-                one count per stage, or ``recompute="full"`` has no stages.
+            ConfigError: If a size is no positive whole number, the schedule is for another ``pp``,
+                a listed partition does not name one count per stage, or ``recompute="full"`` has no
+                stages.
         """
         whole(tp=self.tp, pp=self.pp)
         at_least(1, tp=self.tp, pp=self.pp)
@@ -45,9 +48,14 @@ class RuntimeConfig:
                 "recompute='full' runs a stage again while its gradient is on its way, but pp=1 "
                 "has no stages; use recompute='layer'."
             )
+        if self.pipeline.schedule == AUTO and self.pp > 1:
+            return
+        chunks = self.pipeline.chunks(self.pp) if self.pp > 1 else Chunks(1)
+        if self.pp > 1 and self.pipeline.compile_layers:
+            refuse_split(self.pipeline.schedule, f"compile_layers={self.pipeline.compile_layers!r}")
         partition = self.pipeline.partition
-        if not isinstance(partition, str) and len(partition) != self.pp:
+        if not isinstance(partition, str) and len(partition) != chunks.stages:
             raise ConfigError(
-                f"partition={list(partition)} lists {len(partition)} stages but pp={self.pp}; "
-                "list one number of layers per stage."
+                f"partition={list(partition)} lists {len(partition)} stages but "
+                f"{chunks.describe()}; list one number of layers per stage."
             )

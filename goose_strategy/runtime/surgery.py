@@ -24,15 +24,18 @@ from goose_strategy.compat.transformers import (
     tied_parameters,
 )
 from goose_strategy.errors import PlanError
+from goose_strategy.grads.store import WeightGradStore
 from goose_strategy.hub.twin import runnable_twin
 from goose_strategy.mesh.shard import ShardSpec
 from goose_strategy.models.registry import plan_for
 from goose_strategy.models.verify import verify_plan
-from goose_strategy.pipeline_parallel.balance import count_work
-from goose_strategy.pipeline_parallel.partition import partition_layers
+from goose_strategy.pipeline_parallel.compiled import check_compiled, compile_layers
 from goose_strategy.pipeline_parallel.probe import probe_model
+from goose_strategy.pipeline_parallel.program import splits_backward
 from goose_strategy.pipeline_parallel.recompute import choose_modules, recompute_modules
-from goose_strategy.pipeline_parallel.stage import PipelineStage, cut_model
+from goose_strategy.pipeline_parallel.stage import ModelPart, cut_model
+from goose_strategy.runtime.planning import Subject, plan_pipeline
+from goose_strategy.tensor_parallel.defer import defer_weight_gradients
 from goose_strategy.tensor_parallel.head import HeadSwitch, causal_lm_loss
 from goose_strategy.tensor_parallel.parallelize import (
     check_cut,
@@ -43,7 +46,9 @@ from goose_strategy.tensor_parallel.parallelize import (
 
 if TYPE_CHECKING:
     from goose_strategy.mesh.mesh import ParallelMesh
+    from goose_strategy.runtime.planning import PipelinePlan
     from goose_strategy.runtime.settings import RuntimeConfig
+    from goose_strategy.tensor_parallel.plan import TensorPlan
 
 Count = Callable[[], Tensor | None]
 PLACEHOLDER = "goose_placeholder"
@@ -56,8 +61,9 @@ class Surgery:
     Attributes:
         models: Names and causal LMs whose forward is ours.
         specs: Layout of every parameter, by its name in the user's module.
-        stage: This rank's stage, or ``None`` at ``pp=1``.
-        tied: Names of tied copies on this stage -> name of the weight on the first stage.
+        plan: How the model is cut in depth, or ``None`` at ``pp=1``.
+        part: This rank's stages, or ``None`` at ``pp=1``.
+        tied: Names of tied copies on this rank -> name of the weight on the first rank.
         aliases: Name of a tied weight -> the further names that a plain state dict has for it.
         trains: Whether any parameter of the whole module is trainable.
         emptied: Modules whose own parameters live on other stages.
@@ -66,7 +72,8 @@ class Surgery:
 
     models: list[tuple[str, nn.Module]]
     specs: dict[str, ShardSpec] = field(default_factory=dict)
-    stage: PipelineStage | None = None
+    plan: PipelinePlan | None = None
+    part: ModelPart | None = None
     tied: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, list[str]] = field(default_factory=dict)
     trains: bool = False
@@ -78,6 +85,14 @@ class Surgery:
         """Type of the loss: fp64 for fp64 models, else fp32."""
         wide = any(spec.dtype == torch.float64 for spec in self.specs.values())
         return torch.float64 if wide else torch.float32
+
+    @property
+    def stage_of(self) -> dict[str, int]:
+        """The stage of each parameter that only one of the rank's stages uses."""
+        if self.part is None:
+            return {}
+        prefix = self.models[0][0]
+        return {_join(prefix, name): stage for name, stage in self.part.stage_of.items()}
 
     @property
     def head(self) -> HeadSwitch | None:
@@ -125,16 +140,12 @@ def operate(
     """
     models = _choose(module, mesh)
     again = _choose_recomputed(models or [("", module)], config)
+    for _, lm in models or [("", module)]:
+        check_compiled(lm, config.pipeline, pp=mesh.pp_size, tp=mesh.tp_size)
     surgery = Surgery(models, trains=any(p.requires_grad for p in module.parameters()))
     for second, first in tied_parameters(module).items():
         surgery.aliases.setdefault(first, []).append(second)
-    plans = [plan_for(lm, config.tensor) if mesh.tp is not None else None for _, lm in models]
-    for index, ((_, lm), plan) in enumerate(zip(models, plans, strict=True)):
-        if plan is not None:
-            # Before the pipeline frees other stages' weights, so that a refusal changes nothing.
-            check_cut(lm, plan, mesh.tp_size)
-            if config.tensor.verify_plan and not plan.proved:
-                plans[index] = verify_plan(lm, plan, mesh)
+    plans = _plan_layers(models, mesh, config)
     if mesh.pp_size > 1:
         _cut_depth(surgery, module, mesh, config)
     inside: dict[str, ShardSpec] = {}
@@ -147,11 +158,45 @@ def operate(
         head = output_embedding(lm)
         loss = causal_lm_loss(head[1] if head else None, gather_logits=gather, count=count)
         surgery.reversals.append(install_loss(lm, loss))
-    absent = surgery.stage.absent if surgery.stage is not None else []
-    for root, names in again:
-        surgery.reversals.append(recompute_modules(root, names, absent=absent))
+    _change_layers(surgery, models or [("", module)], again, config)
     surgery.specs = _all_specs(module, inside, surgery, mesh)
     return surgery
+
+
+def _plan_layers(
+    models: list[tuple[str, nn.Module]], mesh: ParallelMesh, config: RuntimeConfig
+) -> list[TensorPlan | None]:
+    """Return how the layers of each model are cut; checked before anything is changed.
+
+    The pipeline frees other stages' weights, so a later refusal would come too late.
+    """
+    plans = [plan_for(lm, config.tensor) if mesh.tp is not None else None for _, lm in models]
+    for index, ((_, lm), plan) in enumerate(zip(models, plans, strict=True)):
+        if plan is not None:
+            check_cut(lm, plan, mesh.tp_size)
+            if config.tensor.verify_plan and not plan.proved:
+                plans[index] = verify_plan(lm, plan, mesh)
+    return plans
+
+
+def _change_layers(
+    surgery: Surgery,
+    models: list[tuple[str, nn.Module]],
+    again: list[tuple[nn.Module, list[str]]],
+    config: RuntimeConfig,
+) -> None:
+    """Let layers put weight gradients off, be compiled, and be computed again, in this order."""
+    part, plan = surgery.part, surgery.plan
+    if part is not None and plan is not None and splits_backward(plan.config.schedule):
+        store = WeightGradStore()
+        surgery.reversals.append(defer_weight_gradients(part.module, store))
+        surgery.part = replace(part, store=store)
+    absent = part.absent if part is not None else []
+    backend = config.pipeline.compile_layers
+    for _, root in models if backend else []:
+        surgery.reversals.append(compile_layers(root, backend, absent=absent))
+    for root, names in again:
+        surgery.reversals.append(recompute_modules(root, names, absent=absent))
 
 
 def _choose(module: nn.Module, mesh: ParallelMesh) -> list[tuple[str, nn.Module]]:
@@ -213,13 +258,15 @@ def _cut_depth(
         )
     owners = [m for m in lm.modules() if any(True for _ in m.parameters(recurse=False))]
     unread = any(param.is_meta for param in lm.parameters())
-    info = probe_model(runnable_twin(lm, mesh.device) if unread else lm)
-    bounds = partition_layers(config.pipeline.partition, count_work(lm, info), mesh.pp_size)
-    surgery.stage = cut_model(lm, info, bounds, mesh.pp_rank)
+    probed = runnable_twin(lm, mesh.device) if unread else lm
+    info = probe_model(probed)
+    plan = plan_pipeline(Subject(lm, probed, info), config, mesh)
+    surgery.plan = plan
+    surgery.part = cut_model(lm, info, plan.bounds, mesh.pp_rank, plan.chunks)
     surgery.emptied = [m for m in owners if not any(True for _ in m.parameters(recurse=False))]
     surgery.tied = {
         _join(prefix, local): _join(prefix, canonical)
-        for local, canonical in surgery.stage.tied.items()
+        for local, canonical in surgery.part.tied.items()
     }
 
 

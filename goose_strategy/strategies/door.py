@@ -6,11 +6,12 @@ Each door owns one :class:`Door` and translates its own hooks to it; nothing is 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,16 +25,14 @@ from goose_strategy.errors import ConfigError
 from goose_strategy.optim.storage import check_storage
 from goose_strategy.pipeline_parallel.config import PipelineConfig
 from goose_strategy.pipeline_parallel.hooks import PipelineCallback
-from goose_strategy.pipeline_parallel.schedule import SCHEDULES
 from goose_strategy.runtime.core import ParallelRuntime
+from goose_strategy.runtime.planning import LOGGER
 from goose_strategy.runtime.settings import RuntimeConfig
 from goose_strategy.strategies import compat
-from goose_strategy.validate import one_of
 
 if TYPE_CHECKING:
     from goose_strategy.optim.config import ZeroConfig
 
-Schedule: TypeAlias = Literal["1F1B", "GPipe"]
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true")
 """Precisions that train today, by Lightning's names."""
 
@@ -66,6 +65,7 @@ class Door:
         self.runtime.check_world(world_size)
         if self.runtime.started:
             return
+        show_messages()
         timeout = self.timeout or compat.default_pg_timeout
         compat.connect_world(environment, device, backend=self.backend, timeout=timeout)
         self.runtime.start(device, timeout=timeout)
@@ -156,6 +156,18 @@ class Door:
         return dataloader
 
 
+def show_messages() -> None:
+    """Let the package's own messages be seen, as Lightning does with its own.
+
+    Whoever has set up Python's logging decides alone.
+    """
+    if LOGGER.level == logging.NOTSET:
+        LOGGER.setLevel(logging.INFO)
+    if not LOGGER.hasHandlers():
+        LOGGER.addHandler(logging.StreamHandler())
+        LOGGER.propagate = False
+
+
 def build_config(tp: int, pp: int, **rooms: Any) -> RuntimeConfig:
     """Build the runtime's settings from a strategy's arguments.
 
@@ -185,8 +197,10 @@ def config_from_environment() -> dict[str, Any]:
             sizes[name] = value
     pipeline = PipelineConfig()
     if (schedule := os.environ.get("GOOSE3D_SCHEDULE")) is not None:
-        one_of(SCHEDULES, GOOSE3D_SCHEDULE=schedule)
-        pipeline = replace(pipeline, schedule=cast("Schedule", schedule))
+        try:
+            pipeline = replace(pipeline, schedule=schedule)
+        except ConfigError as error:
+            raise ConfigError(f"GOOSE3D_SCHEDULE={schedule!r}: {error}") from error
     if (count := _whole_from_environment("GOOSE3D_NUM_MICROBATCHES")) is not None:
         pipeline = replace(pipeline, num_microbatches=count)
     return {**sizes, "pipeline": pipeline}

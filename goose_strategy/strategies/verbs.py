@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from goose_strategy.strategies import compat
+from goose_strategy.errors import ConfigError
+from goose_strategy.strategies.compat import unwrap_module, unwrap_optimizer
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.optim import Optimizer
 
     from goose_strategy.pipeline_parallel.hooks import PipelineCallback
+    from goose_strategy.pipeline_parallel.report import PartitionReport
     from goose_strategy.runtime.core import ParallelRuntime
     from goose_strategy.strategies.door import Door
 
@@ -37,6 +40,28 @@ class StrategyVerbs:
     def data_parallel_size(self) -> int:
         """Into how many shards the data is split."""
         return self.runtime.mesh.dp_size
+
+    def partition_report(self, module: nn.Module | None = None) -> PartitionReport:
+        """Return which stages a model was cut into, on any rank.
+
+        Args:
+            module: What was set up, or the model in it; the one that is cut in depth if ``None``.
+
+        Returns:
+            The figures of every stage and how even they are; ``str()`` of it is a table.
+
+        Raises:
+            ConfigError: If no such module is cut in depth.
+        """
+        wanted = None if module is None else unwrap_module(module)
+        for model in self.runtime.models:
+            known = wanted is None or any(wanted is part for part in model.module.modules())
+            if not model.closed and model.surgery.plan is not None and known:
+                return model.surgery.plan.report
+        raise ConfigError(
+            f"no module of this strategy is cut in depth (pp={self.runtime.config.pp}); set the "
+            "module up first, with pp > 1."
+        )
 
     def add_pipeline_callback(self, callback: PipelineCallback) -> None:
         """Call an object before and after every action of a pipeline, after those added before.
@@ -73,7 +98,7 @@ class StrategyVerbs:
         Args:
             optimizer: An optimizer that was set up, wrapped by Lightning or not.
         """
-        return self.runtime.skipped_steps(compat.unwrap_optimizer(optimizer))
+        return self.runtime.skipped_steps(unwrap_optimizer(optimizer))
 
     def full_optimizer_state(
         self, optimizer: Optimizer, *, rank0_only: bool = True
@@ -88,6 +113,4 @@ class StrategyVerbs:
             Whole fp32 tensors on the host, as ``optimizer.state_dict()`` has them without a
             strategy; bf16 parameters have their main weights under ``main``.
         """
-        return self.runtime.full_optimizer_state(
-            compat.unwrap_optimizer(optimizer), rank0_only=rank0_only
-        )
+        return self.runtime.full_optimizer_state(unwrap_optimizer(optimizer), rank0_only=rank0_only)

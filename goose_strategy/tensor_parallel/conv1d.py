@@ -7,12 +7,12 @@ therefore made when the first such layer is cut. See `linear` for the mathematic
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from goose_strategy.grads.products import conv1d
 from goose_strategy.tensor_parallel.convert import Converted
 from goose_strategy.tensor_parallel.regions import enter_island, leave_island
 
@@ -31,6 +31,7 @@ class _Column(Converted):
 
     weight: Tensor
     bias: Tensor
+    defers: ClassVar[bool] = True
     group: ProcessGroup | None = None
     cut: Cut | None = None
     copies_input: bool = True
@@ -38,8 +39,7 @@ class _Column(Converted):
     def forward(self, x: Tensor) -> Tensor:
         """Compute this rank's output features ``[..., nf / tp]`` from ``x``, ``[..., nx]``."""
         entered = enter_island(x, self.group) if self.copies_input else x
-        flat = torch.addmm(self.bias, entered.reshape(-1, entered.shape[-1]), self.weight)
-        return flat.view(*x.shape[:-1], -1)
+        return conv1d(entered, self.weight, self.bias, store=self.weight_gradients)
 
 
 class _Row(Converted):
@@ -52,13 +52,16 @@ class _Row(Converted):
 
     weight: Tensor
     bias: Tensor
+    defers: ClassVar[bool] = True
     group: ProcessGroup | None = None
     cut: Cut | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the whole output ``[..., nf]`` from this rank's slice of the input."""
-        flat = leave_island(x.reshape(-1, x.shape[-1]) @ self.weight, self.group)
-        return flat.add_(self.bias.to(flat.dtype)).view(*x.shape[:-1], -1)
+        flat = x.reshape(-1, x.shape[-1])
+        product = conv1d(flat, self.weight, None, store=self.weight_gradients)
+        summed = leave_island(product, self.group)
+        return summed.add_(self.bias.to(summed.dtype)).view(*x.shape[:-1], -1)
 
 
 @functools.cache

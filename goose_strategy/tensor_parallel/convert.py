@@ -8,12 +8,15 @@ objects, with less data.
 from __future__ import annotations
 
 import inspect
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import nn
 
 from goose_strategy.compat.transformers import is_linear_twin
 from goose_strategy.errors import PlanError
+
+if TYPE_CHECKING:
+    from goose_strategy.grads.store import WeightGradStore
 
 
 class Converted:
@@ -23,10 +26,14 @@ class Converted:
         plain: The class that may be converted.
         former: The class that `restore` gives the module back: ``plain``, or one that computes
             the same (Falcon's).
+        defers: Whether its weight's gradient can be computed later.
+        weight_gradients: Where it is left then; see `goose_strategy.tensor_parallel.defer`.
     """
 
     plain: ClassVar[type[nn.Module]]
+    defers: ClassVar[bool] = False
     former: type[nn.Module] | None = None
+    weight_gradients: WeightGradStore | None = None
 
     @classmethod
     def check(cls, name: str, module: nn.Module) -> None:
@@ -74,4 +81,4 @@ def cls_attributes(cls: type) -> list[str]:
     """Return the names of the attributes that ``cls`` adds to an instance."""
     own = [base for base in cls.__mro__ if issubclass(base, Converted)]
     names = {name for base in own for name in inspect.get_annotations(base)}
-    return sorted(names - {"plain", "weight", "bias"})
+    return sorted(names - {"plain", "defers", "weight", "bias"})

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn import functional
 
 from goose_strategy.compat.transformers import is_scaled_embedding
 from goose_strategy.errors import PlanError
+from goose_strategy.grads.products import embedding
 from goose_strategy.tensor_parallel.convert import Converted
 from goose_strategy.tensor_parallel.regions import leave_island
 
 if TYPE_CHECKING:
+    from goose_strategy.grads.store import WeightGradStore
     from goose_strategy.tensor_parallel.slicing import Cut, Slicer
 
 
@@ -35,6 +36,7 @@ class VocabParallelEmbedding(Converted, nn.Embedding):
     """
 
     plain: ClassVar[type[nn.Module]] = nn.Embedding
+    defers: ClassVar[bool] = True
     group: ProcessGroup | None = None
     cut: Cut | None = None
 
@@ -85,7 +87,8 @@ class VocabParallelEmbedding(Converted, nn.Embedding):
         cut = self.cut
         if cut is None:
             return super().forward(input)
-        return look_up(input, self.weight, cut, self.group, padding=self.padding_idx)
+        store = self.weight_gradients
+        return look_up(input, self.weight, cut, self.group, padding=self.padding_idx, store=store)
 
     def extra_repr(self) -> str:
         """Add this rank's rows to the embedding's description."""
@@ -95,7 +98,13 @@ class VocabParallelEmbedding(Converted, nn.Embedding):
 
 
 def look_up(
-    ids: Tensor, table: Tensor, cut: Cut, group: ProcessGroup | None, *, padding: int | None
+    ids: Tensor,
+    table: Tensor,
+    cut: Cut,
+    group: ProcessGroup | None,
+    *,
+    padding: int | None,
+    store: WeightGradStore | None = None,
 ) -> Tensor:
     """Look ids up in a table of which each rank holds some rows.
 
@@ -105,6 +114,7 @@ def look_up(
         cut: Which rows these are.
         group: Ranks that hold the others.
         padding: The id whose row gets no gradient, if there is one.
+        store: Where the table's gradient may be left.
 
     Returns:
         ``[..., width]``, equal on all ranks.
@@ -113,7 +123,7 @@ def look_up(
     elsewhere = (local < 0) | (local >= cut.length)
     is_here = padding is not None and cut.start <= padding < cut.stop
     own_padding = padding - cut.start if padding is not None and is_here else None
-    found = functional.embedding(local.masked_fill_(elsewhere, 0), table, own_padding)
+    found = embedding(local.masked_fill_(elsewhere, 0), table, own_padding, store=store)
     # The lookup is fresh and nothing in its backward needs its values.
     found.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
     return leave_island(found, group)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn import functional
 
 from goose_strategy.comm.conjugate import gather_from_group, split_to_group
+from goose_strategy.grads.products import linear
 from goose_strategy.tensor_parallel.convert import Converted
 from goose_strategy.tensor_parallel.regions import enter_island, leave_island
 
@@ -36,6 +36,7 @@ class ColumnParallelLinear(Converted, nn.Linear):
     """
 
     plain: ClassVar[type[nn.Module]] = nn.Linear
+    defers: ClassVar[bool] = True
     group: ProcessGroup | None = None
     cut: Cut | None = None
     copies_input: bool = True
@@ -83,7 +84,7 @@ class ColumnParallelLinear(Converted, nn.Linear):
             ``[..., out / tp]``, or ``[..., out]`` if the output is gathered.
         """
         entered = enter_island(input, self.group) if self.copies_input else input
-        output = functional.linear(entered, self.weight, self.bias)
+        output = linear(entered, self.weight, self.bias, store=self.weight_gradients)
         if self.gathers_output and self.cut is not None:
             output = gather_from_group(output, self.group, dim=-1, sizes=self.cut.sizes)
         return output
@@ -106,6 +107,7 @@ class KeyValueLinear(Converted, nn.Linear):
     """
 
     plain: ClassVar[type[nn.Module]] = nn.Linear
+    defers: ClassVar[bool] = True
     group: ProcessGroup | None = None
     first: int = 0
     width: int = 0
@@ -147,9 +149,8 @@ class KeyValueLinear(Converted, nn.Linear):
             ``[..., out / heads]``.
         """
         entered = enter_island(input, self.group) if self.copies_input else input
-        bias: Tensor | None = self.bias
-        own = None if bias is None else bias.narrow(0, self.first, self.width)
-        return functional.linear(entered, self.weight.narrow(0, self.first, self.width), own)
+        rows = (self.first, self.width)
+        return linear(entered, self.weight, self.bias, store=self.weight_gradients, rows=rows)
 
     def extra_repr(self) -> str:
         """Add this rank's head to the layer's description."""
@@ -169,6 +170,7 @@ class RowParallelLinear(Converted, nn.Linear):
     """
 
     plain: ClassVar[type[nn.Module]] = nn.Linear
+    defers: ClassVar[bool] = True
     group: ProcessGroup | None = None
     cut: Cut | None = None
     splits_input: bool = False
@@ -208,7 +210,8 @@ class RowParallelLinear(Converted, nn.Linear):
         own = input
         if self.splits_input and self.cut is not None:
             own = split_to_group(input, self.group, dim=-1, sizes=self.cut.sizes)
-        output = leave_island(functional.linear(own, self.weight), self.group)
+        product = linear(own, self.weight, store=self.weight_gradients)
+        output = leave_island(product, self.group)
         bias: Tensor | None = self.bias
         # Under autocast the bias has the layer's precision, not that of its parameter.
         return output if bias is None else output.add_(bias.to(output.dtype))

@@ -51,8 +51,10 @@ class _Leave(torch.autograd.Function):
         return grad, None
 
 
-_enter: Callable[[Tensor, ProcessGroup], Tensor] = _Enter.apply
-_leave: Callable[[Tensor, ProcessGroup], Tensor] = _Leave.apply
+# Not into a compiled graph: torch's compiler would trace an exchange over the host once, and take
+# what it then saw for a constant.
+_enter: Callable[[Tensor, ProcessGroup], Tensor] = torch.compiler.disable(_Enter.apply)
+_leave: Callable[[Tensor, ProcessGroup], Tensor] = torch.compiler.disable(_Leave.apply)
 
 
 def enter_island(x: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from goose_strategy.pipeline_parallel.schedule import Action, Kind, Table, forward_only, one_f_one_b
+from goose_strategy.pipeline_parallel.schedule import Action, Kind, Table, one_f_one_b
+from goose_strategy.pipeline_parallel.tables.catalogue import forward_only
+from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 
 MS = 10**6
 START = 5_000 * MS
@@ -46,7 +48,9 @@ def record(
     **header: Any,
 ) -> None:
     """Write the files of a 1F1B run: forwards take 10 ms, backwards 20 ms."""
-    table = (one_f_one_b if train else forward_only)(stages, microbatches)
+    table = one_f_one_b(stages, microbatches)
+    if not train:
+        table = forward_only(Chunks(stages), microbatches)
     folder.mkdir(exist_ok=True)
     spans = times(table, latency)
     for rank in range(stages * replicas):

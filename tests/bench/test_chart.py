@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from goose_strategy.bench.chart import COLOURS, LINES, make_chart
-from goose_strategy.bench.recording import load
+from goose_strategy.bench.recording import Recording, Row, Span, load
 from tests.bench.recorded import record
 
 
@@ -85,3 +85,22 @@ def test_a_split_backward_is_told_apart_and_needs_a_longer_legend(tmp_path: Path
         "recompute",
     ]
     assert chart.legend_is_long
+
+
+def test_a_rank_with_several_stages() -> None:
+    def spans(*actions: tuple[str, int, float]) -> tuple[Span, ...]:
+        return tuple(Span(kind, stage, 0, start, start + 10) for kind, stage, start in actions)
+
+    down = spans(("F", 0, 0), ("SEND_F", 0, 10), ("RECV_F", 3, 30), ("F", 3, 40))
+    up = spans(("RECV_F", 1, 5), ("F", 1, 15), ("F", 2, 25), ("SEND_F", 2, 35))
+    rows = (Row(0, 0, 0, 0, down), Row(1, 1, 0, 0, up))
+    chart = make_chart(Recording(1, (1,), "ZBVZeroBubble", 4, 1, "cpu", 0.0, rows))
+    assert chart.rows == ("stages 0, 3\nrank 0", "stages 1, 2\nrank 1")
+    assert [(m.source, m.target, m.sent, m.taken) for m in chart.messages] == [
+        (1, 0, 35.0, 40.0),
+        (0, 1, 10.0, 15.0),
+    ]
+    # The later stage of a rank is paler.
+    first, second = (box.colour for box in chart.boxes if box.row == 0)
+    assert first == COLOURS["F"]
+    assert second == "#769ACC"

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from goose_strategy.bench import engine, world
+from goose_strategy.bench.engine_worker import CASES
 from goose_strategy.bench.job import EngineJob
 from goose_strategy.errors import ConfigError
+from goose_strategy.pipeline_parallel.tables.catalogue import CATALOGUE
 
 
 def jobs_of(*arguments: str) -> list[EngineJob]:
@@ -37,7 +39,7 @@ def made_up(job: EngineJob, *, timeout_s: float) -> list[dict[str, Any]]:
     alone = [{"ours": rank["ours"]} for rank in ranks]
     return [
         {
-            "cases": {"GPipe": rank, "1F1B": rank, "1F1B recompute": only},
+            "cases": dict.fromkeys(CASES, rank) | {"1F1B recompute": only, "VMin": only},
             "shared_memory": job.shared_memory,
         }
         for rank, only in zip(ranks, alone, strict=True)
@@ -57,7 +59,7 @@ def test_the_bound_is_the_schedules_own() -> None:
 
 def test_the_fastest_step_counts() -> None:
     line = engine.read_line("GPipe", made_up(EngineJob(devices=2), timeout_s=600), jobs_of()[0])
-    assert (line.case, line.stages) == ("GPipe", 2)
+    assert (line.case, line.ranks) == ("GPipe", 2)
     assert line.bound_ms == pytest.approx(810)
     assert line.ours.wall_ms == pytest.approx(891)
     assert line.ratio == pytest.approx(1.1)
@@ -77,8 +79,9 @@ def test_the_last_line_is_json(
     found = json.loads(line)
     assert found["GPipe"] == found["1F1B"] == {"p2": 1.1, "p4": 0.9}
     assert found["1F1B recompute"].keys() == {"p2", "p4"}
-    assert re.search(r"GPipe +2 +891\.0 +810 +1\.100 +1\.200 +2\.00 +6\.00", table)
-    assert re.search(r"1F1B recompute +2 .* - +2\.00 +-", table)
+    assert re.search(r"GPipe +2 +1 +891\.0 +810 +1\.100 +1\.200 +891 +2\.00 +6\.00", table)
+    assert re.search(r"1F1B recompute +2 +1 .* - +891 +2\.00 +-", table)
+    assert re.search(r"ZBVZeroBubble +2 +2 +891\.0 +\d+ .* 446 ", table)
     assert "ours sends through shared memory" in table
     assert engine.main(["--json", "--no-shared-memory"]) == 0
     assert json.loads(capsys.readouterr().out) == found
@@ -94,7 +97,7 @@ def test_gloo_is_told_where_any_rank_used_it() -> None:
 
 def test_options_make_the_jobs() -> None:
     assert jobs_of() == [EngineJob(devices=2), EngineJob(devices=4)]
-    jobs = jobs_of("--stages", "3", "2", "3", "--steps=1", "--no-shared-memory")
+    jobs = jobs_of("--ranks", "3", "2", "3", "--steps=1", "--no-shared-memory")
     assert [job.devices for job in jobs] == [3, 2]
     assert jobs[0].steps == 1
     assert not jobs[0].shared_memory
@@ -103,11 +106,11 @@ def test_options_make_the_jobs() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--stages", "1"], "stages=1 must be at least 2"),
+        (["--ranks", "1"], "ranks=1 must be at least 2"),
         (["--steps=0"], "steps=0"),
         (["--warmup=0"], "warmup=0"),
         (["--timeout=0"], "timeout=0"),
-        (["--microbatches=3"], "microbatches=3 is less than stages=4.*microbatches >= 4"),
+        (["--microbatches=3"], "microbatches=3 is less than ranks=4.*microbatches >= 4"),
         (["--steps=many"], "invalid int value: 'many'; see goose3d bench engine --help"),
         (["--rounds=2"], "unrecognized arguments: --rounds=2"),
     ],
@@ -128,11 +131,11 @@ def test_a_short_run_has_the_shape() -> None:
     job = EngineJob(devices=2, microbatches=2, steps=1, forward_s=0.002)
     report = engine.measure([job], 150, run=world.run_engine)
     assert {name: set(found) for name, found in engine.ratios(report).items()} == {
-        "GPipe": {"p2"},
-        "1F1B": {"p2"},
-        "1F1B recompute": {"p2"},
+        name: {"p2"} for name in CASES
     }
     # Nothing can be faster than its bound, which is made of sleeps.
     assert all(line.ratio >= 1 for line in report.lines)
-    assert [line.torch is not None for line in report.lines] == [True, True, False]
+    compared = [line.case for line in report.lines if line.torch is not None]
+    # Torch's DualPipeV wants four microbatches here.
+    assert compared == [*list(CATALOGUE)[:7]]
     assert all(line.torch.wall_ms >= line.bound_ms for line in report.lines if line.torch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from goose_strategy.bench import engine_worker, sleeping
 from goose_strategy.bench.job import EngineJob
+from goose_strategy.pipeline_parallel.program import chunks_of
 from tests.harness.worker import Context
 from tests.harness.world import RankFailure, run_ranks
 
@@ -21,14 +23,15 @@ def job_of(stages: int, **settings: Any) -> EngineJob:
 
 def measured(ctx: Context, shared_memory: bool) -> dict[str, Any]:
     job = job_of(ctx.world_size, shared_memory=shared_memory)
-    work = engine_worker.build(job)
+    mesh = engine_worker.make_mesh(job)
+    work = engine_worker.build(mesh, job, engine_worker.CASES["GPipe"])
     assert not any(gradient.count_nonzero() == 0 for gradient in work.expected.values())
     slept: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         sleep = sleeping.time.sleep
         patch.setattr(sleeping, "_sleep", lambda seconds: (slept.append(seconds), sleep(seconds)))
-        found = engine_worker.measure(work, job)
-    work.mesh.close()
+        found = engine_worker.measure(mesh, job)
+    mesh.close()
     return found | {"slept": sum(slept)}
 
 
@@ -37,28 +40,38 @@ def test_all_cases_are_timed(stages: int, shared_memory: bool) -> None:
     for rank, found in enumerate(run_ranks(measured, stages, shared_memory)):
         assert found["shared_memory"] == shared_memory
         cases = found["cases"]
-        assert {name: set(case) for name, case in cases.items()} == {
-            "GPipe": {"ours", "torch"},
-            "1F1B": {"ours", "torch"},
-            "1F1B recompute": {"ours"},
-        }
-        for (step,) in (steps for case in cases.values() for steps in case.values()):
-            # Four forwards and, twice as long, backwards.
-            assert step["end"] - step["start"] >= 4 * 3 * SLEEP_S
-            assert 0 < step["cpu"] < 60
-        # Two steps of five pairs of case and runtime, one of which computes the forwards again on
-        # all stages but the last.
+        alone = {"VHalf", "VMin", "1F1B recompute"} | ({"DualPipeV"} if stages == 4 else set())
+        assert {name for name, case in cases.items() if set(case) == {"ours"}} == alone
+        assert {name for name, case in cases.items() if set(case) == {"ours", "torch"}} == (
+            set(engine_worker.CASES) - alone
+        )
+        chunks = 0
+        for name, case in cases.items():
+            per_rank = chunks_of(engine_worker.CASES[name].schedule, stages).per_rank
+            for (step,) in case.values():
+                # Four forwards and, twice as long, backwards of each stage, split or not.
+                assert step["end"] - step["start"] >= per_rank * 4 * 3 * SLEEP_S
+                assert 0 < step["cpu"] < 60
+                chunks += per_rank
+        # Two steps each, and one case computes the forwards again on all stages but the last.
         again = 4 if rank < stages - 1 else 0
-        assert found["slept"] == pytest.approx(2 * (5 * 4 * 3 + again) * SLEEP_S)
+        assert found["slept"] == pytest.approx(2 * (chunks * 4 * 3 + again) * SLEEP_S)
 
 
 def with_a_wrong_gradient(ctx: Context) -> None:
     job = job_of(ctx.world_size)
-    work = engine_worker.build(job)
-    if work.stage.is_first:
-        parameter = work.stage.module.layers[0].linear.bias
-        parameter.register_hook(lambda gradient: gradient * 1.001)
-    engine_worker.measure(work, job)
+    build = engine_worker.build
+
+    def wrong(*args: Any) -> engine_worker.Work:
+        work = build(*args)
+        if work.part.rank == 0:
+            parameter = work.part.module.layers[0].linear.bias  # type: ignore[union-attr, index]
+            parameter.register_hook(lambda gradient: gradient * 1.001)
+        return work
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_worker, "build", wrong)
+        engine_worker.measure(engine_worker.make_mesh(job), job)
 
 
 def test_a_wrong_step_is_refused() -> None:
@@ -72,19 +85,18 @@ def test_the_runtimes_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
     def runs(name: str) -> Any:
-        return lambda _work, case: lambda: order.append(f"{name} {case.schedule}")
+        return lambda _work, case, _job: lambda: order.append(f"{name} {case.schedule}")
 
     monkeypatch.setattr(engine_worker, "_ours", runs("ours"))
     monkeypatch.setattr(engine_worker, "_theirs", runs("torch"))
     monkeypatch.setattr(engine_worker, "_check", lambda _work, _what: None)
     monkeypatch.setattr(engine_worker, "barrier", lambda _group: None)
-    stage: Any = torch.nn.Identity()
-    stage.module = torch.nn.Identity()
-    mesh: Any = torch.nn.Identity()
-    mesh.control = mesh.pp_forward = None
-    work: Any = engine_worker.Work(mesh, stage, None, {}, {})  # type: ignore[arg-type]
+    part: Any = SimpleNamespace(module=torch.nn.Identity())
+    mesh: Any = SimpleNamespace(control=None, pp_forward=None)
+    work = engine_worker.Work(mesh, part, None, {}, {})  # type: ignore[arg-type]
+    monkeypatch.setattr(engine_worker, "build", lambda *_: work)
     job = EngineJob(devices=2, microbatches=2, steps=3, warmup=1)
-    found = engine_worker.measure(work, job)
+    found = engine_worker.measure(mesh, job)
     assert order[:8] == [
         *("ours GPipe", "torch GPipe", "torch GPipe", "ours GPipe"),
         *("ours GPipe", "torch GPipe", "torch GPipe", "ours GPipe"),

@@ -75,10 +75,10 @@ def test_an_engine_job_comes_back_from_json() -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"devices": 1}, "stages=1 must be at least 2"),
+        ({"devices": 1}, "ranks=1 must be at least 2"),
         ({"steps": 0}, "steps=0"),
         ({"warmup": 0}, "warmup=0"),
-        ({"microbatches": 2}, "microbatches=2 is less than stages=3.*choose microbatches >= 3"),
+        ({"microbatches": 2}, "microbatches=2 is less than ranks=3.*choose microbatches >= 3"),
         ({"forward_s": 0.0}, "forward_s=0.0"),
     ],
 )

@@ -9,7 +9,9 @@ import pytest
 
 from goose_strategy.bench.recording import Row, Span, load, replay
 from goose_strategy.errors import ConfigError
-from goose_strategy.pipeline_parallel.schedule import Kind, forward_only
+from goose_strategy.pipeline_parallel.schedule import Kind
+from goose_strategy.pipeline_parallel.tables.catalogue import forward_only
+from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 from tests.bench.recorded import record, times
 
 
@@ -71,7 +73,7 @@ def test_split_backwards_and_recomputes_are_replayed() -> None:
 
 
 def test_an_evaluation_is_replayed_too() -> None:
-    spans = times(forward_only(3, 4), 5)
+    spans = times(forward_only(Chunks(3), 4), 5)
     rows = [
         Row(
             s, s, 0, 0, tuple(Span("F", s, a.microbatch, *t) for a, t in spans.items() if a[0] == s)

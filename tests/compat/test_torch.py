@@ -11,9 +11,16 @@ from goose_strategy.compat.torch import (
     ShardedGradScaler,
     clone_store,
     default_store,
+    drop_compiled,
+    embedding_backward,
+    fresh_view,
     has_forward_hooks,
     inside_backward,
+    is_compiled,
+    is_compiled_wrapper,
     plain_functions,
+    put_children,
+    quiet_hooks,
     version_of,
 )
 from tests.harness.world import run_ranks
@@ -131,3 +138,106 @@ def test_a_scaler_leaves_optimizers_to_torch_that_nobody_knows():
     assert param.tolist() == [0.0] * 4
     disabled = ShardedGradScaler.over(torch.amp.GradScaler("cpu", enabled=False), lambda *_: None)
     assert disabled.current(torch.device("cpu")) is None
+
+
+def test_a_stage_runs_with_stand_ins_in_the_stack():
+    stack = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Identity()])
+    former, other = stack[0], torch.nn.Identity()
+    put_children(stack, {"0": other})
+    assert list(stack) == [other, stack[1]]
+    assert [name for name, _ in stack.named_parameters()] == []
+    put_children(stack, {"0": former})
+    assert stack[0] is former
+
+
+def test_compiled_modules_are_seen_and_can_be_let_go():
+    module = torch.nn.Linear(1, 1)
+    assert not is_compiled(module)
+    module.compile(backend="eager")
+    assert is_compiled(module)
+    assert not is_compiled_wrapper(module)
+    drop_compiled(module)
+    assert not is_compiled(module)
+    wrapper = torch.compile(module, backend="eager")
+    assert is_compiled(wrapper)
+    assert is_compiled_wrapper(wrapper)
+
+
+def test_a_fresh_view_may_be_written_to_behind_a_function_of_ours():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx, x):
+            return fresh_view(x * 2, [2, 3])
+
+        @staticmethod
+        def backward(_ctx, grad):
+            return grad.reshape(6) * 2
+
+    x = torch.ones(6, requires_grad=True)
+    Doubled.apply(x).mul_(3).sum().backward()
+    assert x.grad.tolist() == [6.0] * 6
+
+
+@pytest.mark.parametrize("padding", [-1, 2])
+def test_a_lookups_gradient_sums_its_rows(padding):
+    ids = torch.tensor([[0, 2], [0, 3]])
+    grad = torch.arange(8.0).reshape(2, 2, 2)
+    found = embedding_backward(grad, ids, rows=5, padding=padding)
+    rows = [[4.0, 6.0], [0.0, 0.0], [2.0, 3.0], [6.0, 7.0], [0.0, 0.0]]
+    if padding == 2:
+        rows[2] = [0.0, 0.0]
+    assert found.tolist() == rows
+
+
+class _Nothing(torch.autograd.Function):
+    """Has a leaf in its graph and no gradient for it."""
+
+    @staticmethod
+    def forward(_ctx, x, leaf):
+        return x + leaf
+
+    @staticmethod
+    def backward(_ctx, grad):
+        return grad, None
+
+
+def test_hooks_on_a_leaf_are_called_where_it_gets_nothing_unless_they_are_told():
+    leaf, x = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    seen = []
+    leaf.register_hook(lambda gradient: seen.append(gradient))
+    leaf.register_post_accumulate_grad_hook(lambda _: seen.append("after"))
+    _Nothing.apply(x, leaf).sum().backward()
+    assert seen == [None, "after"], "torch calls them; if not, quiet_hooks is not needed any more"
+    seen.clear()
+    for _ in range(2):
+        quiet_hooks(leaf)
+        _Nothing.apply(x, leaf).sum().backward()
+        assert seen == []
+    (leaf * 3).sum().backward()
+    assert [value if value == "after" else value.tolist() for value in seen] == [
+        [3.0, 3.0],
+        "after",
+    ]
+
+
+def test_quiet_hooks_still_change_gradients_and_can_be_removed():
+    leaf = torch.ones(1, requires_grad=True)
+    first = leaf.register_hook(lambda gradient: gradient * 10)
+    after = leaf.register_post_accumulate_grad_hook(lambda _: seen.append(1))
+    seen = []
+    quiet_hooks(leaf)
+    second = leaf.register_hook(lambda gradient: gradient + 1)
+    quiet_hooks(leaf)
+    (leaf * 2).backward()
+    assert (leaf.grad.item(), seen) == (21.0, [1])
+    for handle in (first, second, after):
+        handle.remove()
+    leaf.grad = None
+    (leaf * 2).backward()
+    assert (leaf.grad.item(), seen) == (2.0, [1])
+
+
+def test_a_leaf_without_hooks_stays_without():
+    leaf = torch.ones(1, requires_grad=True)
+    quiet_hooks(leaf)
+    assert not leaf._backward_hooks

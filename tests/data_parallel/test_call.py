@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -231,9 +232,8 @@ def _overlaps(ctx: Context) -> tuple[int, int]:
     early = 0
     parts = list(losses(driver, 0)())
     for part, loss in enumerate(parts):
-        if part == len(parts) - 1:
-            reducer.last_backward(0)
-        loss.backward()
+        with reducer.completing(0) if part == len(parts) - 1 else nullcontext():
+            loss.backward()
         started = [b for b in reducer.buckets if b.grads.state is GradState.REDUCING]
         early = len(started) if part == len(parts) - 1 else early + 100 * len(started)
     reducer.end_call(call)

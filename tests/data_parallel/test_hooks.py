@@ -22,9 +22,12 @@ CPU = torch.device("cpu")
 class _Hooked:
     """A bucket of vectors with hooks, in a mesh of this process alone (which needs no groups)."""
 
-    def __init__(self, number: int, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, number: int, *, dtype: torch.dtype = torch.float32, stage: int | None = None
+    ) -> None:
         self.params = {str(i): nn.Parameter(torch.ones(4, dtype=dtype)) for i in range(number)}
-        entries = [Entry(name, 4, BucketKey(dtype=dtype)) for name in self.params]
+        key = BucketKey(dtype=dtype, stage=stage)
+        entries = [Entry(name, 4, key) for name in self.params]
         (layout,) = plan_buckets(entries, dp_size=1, bucket_numel=10**6)
         mesh = ParallelMesh(MeshLayout(tp=1, pp=1, dp=1), rank=0, device=CPU)
         self.bucket = Bucket(layout, self.params, mesh, average=False)
@@ -130,3 +133,17 @@ def test_a_backward_pays_microseconds_per_parameter() -> None:
         handle.remove()
     # 2 to 3 microseconds on an idle machine; the bound tells it from lookups and allocations.
     assert backward_s(hooked) - backward_s(plain) < 15e-6
+
+
+@pytest.mark.parametrize(
+    ("stage", "counted", "launched"),
+    [(2, 2, True), (2, 1, False), (2, None, True), (None, 1, True), (None, None, True)],
+)
+def test_only_the_stage_that_completes_is_counted(
+    stage: int | None, counted: int | None, launched: bool
+) -> None:
+    hooked = _Hooked(2, stage=stage)
+    hooked.ready.counting, hooked.ready.stage = True, counted
+    hooked.loss().backward()
+    assert hooked.launched == ([0] if launched else [])
+    assert hooked.ready.dirty

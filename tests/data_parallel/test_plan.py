@@ -81,6 +81,29 @@ def test_what_needs_another_communicator_comes_last_and_ties_after_it() -> None:
     assert _names(buckets) == [["plain"], ["half"], ["partial"], ["tie"]]
 
 
+def test_stages_come_from_last_to_first_and_what_they_share_after_them() -> None:
+    stage_of = {"a": 1, "b": 1, "c": 3, "d": 3, "p": 3}
+    params = [(name, nn.Parameter(torch.zeros(8))) for name in "abscdp"]
+    specs = {"p": _spec("p", tp_partial=True)}
+    entries = plan_entries(params, specs, {}, tp_size=2, stage_of=stage_of)
+    assert [e.key.stage for e in entries] == [1, 1, None, 3, 3, 3]
+    assert [e.key.shared for e in entries] == [False, False, True, False, False, False]
+    buckets = plan_buckets(entries, dp_size=1, bucket_numel=10**6)
+    assert _names(buckets) == [["d", "c"], ["b", "a"], ["p"], ["s"]]
+    assert [bucket.key.late for bucket in buckets] == [False, False, True, True]
+    # A bucket that closes later comes before one of a stage that is done later.
+    small = plan_buckets(entries, dp_size=1, bucket_numel=8)
+    assert _names(small) == [["d"], ["c"], ["b"], ["a"], ["p"], ["s"]]
+
+
+@pytest.mark.parametrize("stage_of", [None, {}])
+def test_stages_need_not_be_told_apart(stage_of: dict[str, int] | None) -> None:
+    params = [(name, nn.Parameter(torch.zeros(8))) for name in "ab"]
+    for entry in plan_entries(params, {}, {}, tp_size=1, stage_of=stage_of):
+        assert entry.key == KEY
+        assert not entry.key.late
+
+
 def _spec(name: str, **kwargs: object) -> ShardSpec:
     box = {"global_shape": (4,), "offsets": (0,), "local_shape": (4,), "dtype": torch.float32}
     return ShardSpec(name=name, **box, **kwargs)

@@ -196,9 +196,9 @@ class Sharded(Plain):
             if pending is not None:
                 pending.backward()
             pending = loss
-        self.reducer.last_backward(0)
         assert pending is not None
-        pending.backward()
+        with self.reducer.completing(0):
+            pending.backward()
         return self.reducer.end_call(call)
 
     def release(self, call: Any, factor: float = 1.0) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from goose_strategy.hub.pretrained import from_pretrained
-from goose_strategy.hub.twin import runnable_twin
+from goose_strategy.hub.twin import runnable_twin, solid_copy
 from goose_strategy.pipeline_parallel.probe import probe_model
 from tests.hub.checkpoints import hub_model, save
 
@@ -61,3 +61,15 @@ def test_tensors_that_have_values_keep_them(tmp_path: Path) -> None:
     model = from_pretrained(save(tmp_path, "llama"))
     model.lm_head.weight = torch.nn.Parameter(torch.randn(97, 32))
     assert torch.equal(runnable_twin(model, CPU).lm_head.weight, model.lm_head.weight)
+
+
+def test_a_part_of_a_twin_can_be_had_with_memory(tmp_path: Path) -> None:
+    twin = runnable_twin(from_pretrained(save(tmp_path, "llama")), CPU)
+    layer = solid_copy(twin.model.layers[1], {})
+    mine, theirs = layer.self_attn.q_proj, twin.model.layers[1].self_attn.q_proj
+    assert mine.weight.untyped_storage().nbytes() == mine.weight.numel() * 4
+    assert mine.weight.std() > 0
+    x = torch.randn(2, mine.in_features)
+    assert torch.equal(mine(x), x @ mine.weight.T)
+    assert theirs.weight.untyped_storage().nbytes() == 4
+    assert "forward" in vars(theirs)

@@ -22,7 +22,8 @@ from tests.parity.session import MeshSession, Session, token_sum
 
 TP, PP, DP = Case(tp=2, steps=2), Case(pp=2, steps=2), Case(dp=2, steps=2)
 CUBE = Case(tp=2, pp=2, dp=2, steps=2)
-STAGED = [PP, replace(PP, tp=2, schedule="GPipe"), CUBE]
+V = replace(PP, schedule="ZBVZeroBubble")
+STAGED = [V, replace(PP, tp=2, schedule="GPipe"), CUBE]
 MESHES = [TP, DP, *STAGED]
 HIDDEN = 32
 

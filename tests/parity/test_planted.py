@@ -21,7 +21,7 @@ from goose_strategy.comm.collectives import DONE, Pending, all_gather_flat, all_
 from goose_strategy.data_parallel import bucket
 from goose_strategy.mesh.mesh import ParallelMesh
 from goose_strategy.optim import clip
-from goose_strategy.pipeline_parallel import engine
+from goose_strategy.pipeline_parallel.work import Work
 from goose_strategy.runtime import core, pipeline
 from goose_strategy.runtime.counting import TokenCount
 from goose_strategy.runtime.forward import _GlobalLoss
@@ -70,15 +70,16 @@ def labels_of_another_microbatch(_mesh: ParallelMesh) -> AbstractContextManager[
 
 def microbatch_without_backward(_mesh: ParallelMesh) -> AbstractContextManager[object]:
     """The loss counts every microbatch, but the gradients miss the first one."""
-    backward = engine._Step.backward
+    backward = Work.backward
 
-    def zero_seed(step: Any, action: Any) -> None:
-        if step.stage.is_last and action.microbatch == 0:
-            held = step.held[0]
-            step.held[0] = held._replace(seed=tuple(torch.zeros_like(one) for one in held.seed))
-        backward(step, action)
+    def zero_seed(work: Work, place: Any, gradients: Any) -> Any:
+        held = work._held[place]
+        if held.seed and place[1] == 0:
+            nothing = tuple(torch.zeros_like(one) for one in held.seed)
+            work._held[place] = held._replace(seed=nothing)
+        return backward(work, place, gradients)
 
-    return patch.object(engine._Step, "backward", zero_seed)
+    return patch.object(Work, "backward", zero_seed)
 
 
 def norm_per_stage(mesh: ParallelMesh) -> AbstractContextManager[object]:

@@ -1,16 +1,15 @@
-"""Work is what the matrices cost, and the cut of it is the best there is."""
+"""Work is what the matrices cost."""
 
 from __future__ import annotations
-
-import itertools
-import random
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
-from goose_strategy.pipeline_parallel.balance import Work, balance, count_work
+from goose_strategy.pipeline_parallel.balance import Work, count_work, model_parts
+from goose_strategy.pipeline_parallel.minmax import Load
 from goose_strategy.pipeline_parallel.probe import probe_model
+from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 
 SMALL = {
     "vocab_size": 96,
@@ -45,47 +44,20 @@ def test_position_embeddings_cost_nothing() -> None:
     assert count_work(model, probe_model(model)) == Work(0, (12 * 16 * 16,) * 2, 96 * 16)
 
 
-@pytest.mark.parametrize(
-    ("work", "stages", "counts"),
-    [
-        (Work(0, (1,) * 8, 3), 4, [2, 2, 3, 1]),
-        (Work(0, (1,) * 8, 0), 4, [2, 2, 2, 2]),
-        (Work(0, (1,) * 10, 0), 4, [2, 2, 3, 3]),
-        (Work(4, (1,) * 8, 0), 2, [2, 6]),
-        (Work(0, (1,) * 4, 100), 4, [1, 1, 1, 1]),
-        # Shapes of Llama-3-8B, in units of 2**20: a layer 208, the head 501.
-        (Work(0, (208,) * 32, 501), 4, [8, 9, 9, 6]),
-        (Work(0, (5, 1, 1, 1, 5), 0), 3, [1, 3, 1]),
-    ],
-)
-def test_balance(work: Work, stages: int, counts: list[int]) -> None:
-    assert balance(work, stages) == counts
+def test_the_first_stage_has_the_front_and_the_last_one_the_head() -> None:
+    work = Work(2, (5, 6), 9)
+    assert work.load(3) == Load((5, 6), (2, 0, 9))
+    assert work.load(1) == Load((5, 6), (11,))
 
 
-def _costs(work: Work, counts: tuple[int, ...]) -> list[int]:
-    bounds = [0, *itertools.accumulate(counts)]
-    costs = [sum(work.layers[a:b]) for a, b in itertools.pairwise(bounds)]
-    costs[0] += work.before
-    costs[-1] += work.after
-    return costs
-
-
-def test_no_cut_is_better() -> None:
-    draw = random.Random(7)
-    for _ in range(200):
-        layers = draw.randint(1, 8)
-        stages = draw.randint(1, layers)
-        work = Work(
-            draw.randint(0, 6), tuple(draw.randint(0, 6) for _ in range(layers)), draw.randint(0, 9)
-        )
-        every = [
-            counts
-            for counts in itertools.product(range(1, layers + 1), repeat=stages)
-            if sum(counts) == layers
-        ]
-
-        def order(counts: tuple[int, ...], work: Work = work) -> tuple[int, int, tuple[int, ...]]:
-            costs = _costs(work, counts)
-            return max(costs), sum(cost * cost for cost in costs), counts
-
-        assert tuple(balance(work, stages)) == min(every, key=order)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_parameters_of_every_part(tied: bool) -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, tie_word_embeddings=tied))
+    parts = model_parts(model, probe_model(model))
+    numbers = parts.work(torch.nn.Parameter.numel)
+    layer = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 40 + 2 * 16
+    assert numbers == Work(96 * 16, (layer,) * 3, 16 + 96 * 16)
+    # In a V the first and the last stage are on one rank, which holds a tied weight once.
+    assert parts.held_by(Chunks(2)) == parts
+    v = parts.held_by(Chunks(1, 2, "v")).work(torch.nn.Parameter.numel)
+    assert v.after == 16 + 96 * 16 * (not tied)

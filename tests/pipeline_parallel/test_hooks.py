@@ -12,7 +12,7 @@ from goose_strategy.errors import CallbackError, ConfigError, PeerError
 from goose_strategy.pipeline_parallel.config import PipelineConfig
 from goose_strategy.pipeline_parallel.hooks import HOOK_NAMES, PipelineHooks, StepHooks
 from goose_strategy.pipeline_parallel.microbatch import split_batch
-from goose_strategy.pipeline_parallel.program import stage_program
+from goose_strategy.pipeline_parallel.program import rank_program
 from goose_strategy.pipeline_parallel.schedule import Action, Kind
 from tests.pipeline_parallel.cases import batch_of, model_of
 from tests.pipeline_parallel.threads import Pipeline, make_pipeline
@@ -70,7 +70,7 @@ def test_every_action_of_the_table_is_told_once(
     pipeline, logs = pipeline_with_logs(schedule, pp)
     pipeline.run(parts(number), train=train)
     for stage, log in enumerate(logs):
-        row = stage_program(schedule, pp, number, train=train, stage=stage).actions
+        row = rank_program(schedule, pp, number, train=train, rank=stage).actions
         launched = [as_action(event) for event in events(log, "before")]
         over = [as_action(event) for event in events(log, "after")]
         assert sorted(launched) == sorted(row)
@@ -87,7 +87,7 @@ def test_every_action_of_the_table_is_told_once(
             assert (event.stage, event.rank, event.schedule) == (stage, stage, name)
             assert (event.step, event.train) == (0, train)
         first, last = log[0], log[-1]
-        step = PipelineStep(0, name, train, stage, stage, pp, number)
+        step = PipelineStep(0, name, train, stage, (stage,), pp, number)
         assert (first[1:], last[1:]) == (("before_step", step), ("after_step", step))
 
 

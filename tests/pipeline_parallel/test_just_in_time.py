@@ -26,7 +26,8 @@ from tests.pipeline_parallel.cases import (
     toy_batch,
     toy_reference,
 )
-from tests.pipeline_parallel.test_engine import check, freeze
+from tests.pipeline_parallel.test_engine import check
+from tests.pipeline_parallel.test_work import freeze
 from tests.pipeline_parallel.threads import Pipeline, make_pipeline
 
 SCHEDULES = ["1F1B", "GPipe"]

@@ -21,7 +21,8 @@ from goose_strategy.pipeline_parallel.links import StageLinks, connect_stages
 from goose_strategy.pipeline_parallel.microbatch import split_batch
 from goose_strategy.pipeline_parallel.partition import partition_layers
 from goose_strategy.pipeline_parallel.probe import probe_model
-from goose_strategy.pipeline_parallel.stage import PipelineStage, cut_model
+from goose_strategy.pipeline_parallel.stage import ModelPart, cut_model
+from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 from tests.harness.compare import assert_close_named
 from tests.harness.worker import Context
 from tests.harness.world import RankFailure, run_ranks
@@ -36,15 +37,15 @@ def make_mesh(ctx: Context, pp: int) -> ParallelMesh:
     return ParallelMesh.create(layout, device=CPU, timeout=TIMEOUT)
 
 
-def make_stage(family: str, mesh: ParallelMesh, *, tied: bool = False) -> PipelineStage:
+def make_part(family: str, mesh: ParallelMesh, *, tied: bool = False) -> ModelPart:
     model = model_of(family, tied=tied)
     info = probe_model(model)
-    bounds = partition_layers("uniform", count_work(model, info), mesh.pp_size)
+    bounds = partition_layers("uniform", count_work(model, info), Chunks(mesh.pp_size))
     return cut_model(model, info, bounds, mesh.pp_rank)
 
 
-def gradients_of(stage: PipelineStage) -> dict[str, Tensor]:
-    named = stage.module.named_parameters()
+def gradients_of(part: ModelPart) -> dict[str, Tensor]:
+    named = part.module.named_parameters()
     return {n: p.grad.clone() for n, p in named if p.grad is not None}
 
 
@@ -61,16 +62,16 @@ def train(
     ctx: Context, family: str, pp: int, schedule: str
 ) -> tuple[list[tuple[Any, ...]], Recorder]:
     mesh = make_mesh(ctx, pp)
-    stage = make_stage(family, mesh, tied=True)
+    part = make_part(family, mesh, tied=True)
     config = PipelineConfig(schedule=schedule)
     recorder = Recorder()
     links = connect_stages(mesh, recorder=recorder)
-    engine = Engine(stage, links, config, rank=ctx.rank)
+    engine = Engine(part, links, config, rank=ctx.rank)
     out = []
     for microbatches in calls(mesh.dp_rank):
-        stage.module.zero_grad()
+        part.module.zero_grad()
         loss = engine.run(microbatches, train=True).loss
-        out.append((mesh.dp_rank, loss, gradients_of(stage), stage.tied_copies))
+        out.append((mesh.dp_rank, loss, gradients_of(part), part.tied_copies))
     engine.run(calls(mesh.dp_rank)[0], train=False)
     mesh.close()
     return out, recorder
@@ -101,7 +102,7 @@ def test_one_process_is_matched(family: str, world: int, pp: int, schedule: str)
 
 def fail(ctx: Context) -> None:
     mesh = make_mesh(ctx, 2)
-    stage = make_stage("llama", mesh)
+    part = make_part("llama", mesh)
     if mesh.is_first_stage:
         numbers = itertools.count()
 
@@ -109,8 +110,8 @@ def fail(ctx: Context) -> None:
             if next(numbers) == 1:
                 raise ArithmeticError("lost a digit")
 
-        stage.module.model.layers[0].register_forward_hook(broken)
-    engine = Engine(stage, connect_stages(mesh), PipelineConfig(num_microbatches=4), rank=ctx.rank)
+        part.module.model.layers[0].register_forward_hook(broken)
+    engine = Engine(part, connect_stages(mesh), PipelineConfig(num_microbatches=4), rank=ctx.rank)
     engine.run(split_batch(batch_of(4), engine.config, stages=2), train=True)
 
 
@@ -125,8 +126,8 @@ def test_the_first_cause_is_seen() -> None:
 
 def disagree(ctx: Context) -> None:
     mesh = make_mesh(ctx, 2)
-    stage = make_stage("llama", mesh)
-    engine = Engine(stage, connect_stages(mesh), PipelineConfig(num_microbatches=1), rank=ctx.rank)
+    part = make_part("llama", mesh)
+    engine = Engine(part, connect_stages(mesh), PipelineConfig(num_microbatches=1), rank=ctx.rank)
     batch = batch_of(2, seq_len=12 - 3 * ctx.rank)
     engine.run(split_batch(batch, engine.config, stages=2), train=True)
 

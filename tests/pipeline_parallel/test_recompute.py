@@ -120,8 +120,8 @@ def test_without_gradients_nothing_is_computed_again() -> None:
 def test_stages(names: Any) -> None:
     model = model_of("llama")
     pipeline = make_pipeline(model, 3)
-    for stage in pipeline.stages:
-        recompute_modules(stage.module, choose_modules(model, names), absent=stage.absent)
+    for part in pipeline.parts:
+        recompute_modules(part.module, choose_modules(model, names), absent=part.absent)
     parts = split_batch(batch_of(5), PipelineConfig(num_microbatches=3), stages=3)
     calls = [counted_calls(stage.module) for stage in pipeline.stages]
     (*_, last) = pipeline.run(parts, train=True)
@@ -194,8 +194,6 @@ def test_a_forward_that_was_replaced_before_is_put_back() -> None:
     assert inspect.ismethod(own)
 
 
-# torch's compiler looks at the gradients of what it is given, and warns of that itself.
-@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("buffers", [False, True])
 def test_compiled_layers(buffers: bool) -> None:
     model = model_of("llama", layers=2)

@@ -11,15 +11,17 @@ from torch import Tensor, nn
 
 from goose_strategy.errors import PlanError, ScheduleError
 from goose_strategy.pipeline_parallel.probe import probe_model
-from goose_strategy.pipeline_parallel.stage import PipelineStage, StageExit, cut_model
+from goose_strategy.pipeline_parallel.stage import ModelPart, PipelineStage, StageExit, cut_model
 from tests.pipeline_parallel.cases import Toy, batch_of, model_of, toy, toy_batch
 
 
-def cut(model: nn.Module, bounds: tuple[int, ...], example: Any = None) -> list[PipelineStage]:
+def parts_of(model: nn.Module, bounds: tuple[int, ...], example: Any = None) -> list[ModelPart]:
     info = probe_model(model, example)
-    return [
-        cut_model(copy.deepcopy(model), info, bounds, stage) for stage in range(len(bounds) - 1)
-    ]
+    return [cut_model(copy.deepcopy(model), info, bounds, rank) for rank in range(len(bounds) - 1)]
+
+
+def cut(model: nn.Module, bounds: tuple[int, ...], example: Any = None) -> list[PipelineStage]:
+    return [part.stages[0] for part in parts_of(model, bounds, example)]
 
 
 def chain(stages: list[PipelineStage], batch: dict[str, Any]) -> Any:
@@ -57,13 +59,12 @@ def test_a_chain_of_stages_is_the_model(family: str, bounds: tuple[int, ...]) ->
 def test_each_stage_has_its_own_parameters_under_their_names(tied: bool) -> None:
     model = model_of("llama", tied=tied)
     whole = dict(model.named_parameters())
-    stages = cut(model, (0, 1, 3, 4))
     seen = []
-    for stage in stages:
-        assert type(stage.module) is type(model)
-        assert set(stage.module.state_dict()) >= set(dict(stage.module.named_parameters()))
-        for name, param in stage.module.named_parameters():
-            canonical = stage.tied_copies.get(name, name)
+    for part in parts_of(model, (0, 1, 3, 4)):
+        assert type(part.module) is type(model)
+        assert set(part.module.state_dict()) >= set(dict(part.module.named_parameters()))
+        for name, param in part.module.named_parameters():
+            canonical = part.tied_copies.get(name, name)
             assert torch.equal(param, whole[canonical])
             seen.append(canonical)
     copies = ["model.embed_tokens.weight"] if tied else []
@@ -71,11 +72,11 @@ def test_each_stage_has_its_own_parameters_under_their_names(tied: bool) -> None
 
 
 def test_tied_copies_are_named_on_both_ends() -> None:
-    stages = cut(model_of("llama", tied=True), (0, 1, 3, 4))
+    parts = parts_of(model_of("llama", tied=True), (0, 1, 3, 4))
     name = "model.embed_tokens.weight"
-    assert [stage.tied for stage in stages] == [{name: name}, {}, {"lm_head.weight": name}]
-    assert [stage.tied_copies for stage in stages] == [{}, {}, {"lm_head.weight": name}]
-    assert all(not stage.tied for stage in cut(model_of("llama"), (0, 2, 4)))
+    assert [part.tied for part in parts] == [{name: name}, {}, {"lm_head.weight": name}]
+    assert [part.tied_copies for part in parts] == [{}, {}, {"lm_head.weight": name}]
+    assert all(not part.tied for part in parts_of(model_of("llama"), (0, 2, 4)))
 
 
 def test_what_is_not_there_costs_no_memory() -> None:
@@ -139,8 +140,7 @@ def test_hooks_of_present_layers_see_what_was_received() -> None:
     batch = batch_of(2)
     model(**batch, use_cache=False)
     expected = dict(seen)
-    info = probe_model(model)
-    stages = [cut_model(copy.deepcopy(model), info, (0, 1, 3, 4), stage) for stage in range(3)]
+    stages = cut(model, (0, 1, 3, 4))
     passed: Any = ()
     for stage, names in zip(stages, (["0"], ["1", "2"], ["3"]), strict=True):
         seen.clear()

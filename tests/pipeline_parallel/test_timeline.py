@@ -19,13 +19,13 @@ from goose_strategy.pipeline_parallel.engine import Engine
 from goose_strategy.pipeline_parallel.hooks import PipelineHooks, PipelineStep, StepHooks
 from goose_strategy.pipeline_parallel.links import connect_stages
 from goose_strategy.pipeline_parallel.microbatch import split_batch
-from goose_strategy.pipeline_parallel.program import stage_program
+from goose_strategy.pipeline_parallel.program import rank_program
 from goose_strategy.pipeline_parallel.schedule import Action, Kind
 from goose_strategy.pipeline_parallel.timeline import StepRecorder
 from tests.harness.worker import Context
 from tests.harness.world import run_ranks
 from tests.pipeline_parallel.cases import batch_of, model_of
-from tests.pipeline_parallel.test_links import make_mesh, make_stage
+from tests.pipeline_parallel.test_links import make_mesh, make_part
 from tests.pipeline_parallel.threads import make_pipeline
 
 NUMBER = 4
@@ -61,7 +61,7 @@ def test_the_asked_training_steps_are_recorded(tmp_path: Path) -> None:
         steps = [line for line in lines if "schedule" in line]
         assert [line["step"] for line in steps] == [1, 2]
         assert {line["schedule"] for line in steps} == {"GPipe"}
-        row = stage_program("GPipe", 2, NUMBER, train=True, stage=stage).actions
+        row = rank_program("GPipe", 2, NUMBER, train=True, rank=stage).actions
         for step in steps:
             mine = [line for line in lines if line["step"] == step["step"] and "kind" in line]
             told = [Action(one["stage"], Kind(one["kind"]), one["microbatch"]) for one in mine]
@@ -100,8 +100,8 @@ def shifted(ctx: Context) -> list[dict[str, Any]]:
     hooks = PipelineHooks()
     hooks.mesh = mesh
     hooks.add(StepRecorder(ctx.tmp_path, steps=1, skip=1))
-    stage = make_stage("llama", mesh)
-    engine = Engine(stage, connect_stages(mesh), config, rank=ctx.rank, hooks=hooks)
+    part = make_part("llama", mesh)
+    engine = Engine(part, connect_stages(mesh), config, rank=ctx.rank, hooks=hooks)
     shift = ctx.rank * 10**9
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timeline, "read_clock", lambda: time.perf_counter_ns() - shift)
@@ -137,8 +137,8 @@ def test_times_are_those_of_the_first_rank() -> None:
 def test_an_earlier_recording_is_replaced_and_a_foreign_file_refused(tmp_path: Path) -> None:
     (tmp_path / "rank00007.jsonl").write_text('{"format": "goose-timeline"}\n')
     recorder = StepRecorder(tmp_path, steps=1, skip=0)
-    recorder.before_step(PipelineStep(0, "1F1B", True, 0, 0, 2, 1))
-    recorder.after_step(PipelineStep(0, "1F1B", True, 0, 0, 2, 1))
+    recorder.before_step(PipelineStep(0, "1F1B", True, 0, (0,), 2, 1))
+    recorder.after_step(PipelineStep(0, "1F1B", True, 0, (0,), 2, 1))
     assert [path.name for path in tmp_path.iterdir()] == ["rank00000.jsonl"]
     (tmp_path / "rank00001.jsonl").write_text("mine\n")
     with pytest.raises(ConfigError, match=r"holds rank00001.jsonl, which is no timeline"):

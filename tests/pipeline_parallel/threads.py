@@ -6,19 +6,23 @@ import copy
 import queue
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from goose_strategy.grads.store import WeightGradStore
 from goose_strategy.pipeline_parallel.balance import count_work
 from goose_strategy.pipeline_parallel.config import PipelineConfig
 from goose_strategy.pipeline_parallel.engine import Engine, StepResult
 from goose_strategy.pipeline_parallel.links import StageLinks
 from goose_strategy.pipeline_parallel.partition import partition_layers
 from goose_strategy.pipeline_parallel.probe import probe_model
-from goose_strategy.pipeline_parallel.stage import PipelineStage, cut_model
+from goose_strategy.pipeline_parallel.program import splits_backward
+from goose_strategy.pipeline_parallel.stage import ModelPart, PipelineStage, cut_model
+from goose_strategy.pipeline_parallel.tables.chunks import Chunks
+from goose_strategy.tensor_parallel.defer import defer_weight_gradients
 
 WAIT_S = 20.0
 
@@ -63,13 +67,34 @@ class Expected:
 
 
 @dataclass
-class Pipeline:
-    """The stages of one model, cut from copies of it."""
+class Ends:
+    """One rank's end of the two directions between two ranks."""
 
-    stages: list[PipelineStage]
+    out: QueueLink
+    into: QueueLink
+
+    def send(self, tensors: Sequence[Tensor], *, key: Hashable = None) -> Sent:
+        return self.out.send(tensors, key=key)
+
+    def receive(self, *, key: Hashable, expected: Any = None) -> Expected:
+        return self.into.receive(key=key, expected=expected)
+
+
+@dataclass
+class Pipeline:
+    """The ranks of one model, cut from copies of it.
+
+    ``forward`` and ``backward`` are the directions in use, by the stage before the boundary.
+    """
+
+    parts: list[ModelPart]
     engines: list[Engine]
-    forward: list[QueueLink] = field(default_factory=list)
-    backward: list[QueueLink] = field(default_factory=list)
+    forward: dict[int, QueueLink] = field(default_factory=dict)
+    backward: dict[int, QueueLink] = field(default_factory=dict)
+
+    @property
+    def stages(self) -> list[PipelineStage]:
+        return sorted((s for part in self.parts for s in part.stages), key=lambda s: s.index)
 
     def run(
         self, microbatches: Sequence[Mapping[str, Any]], *, train: bool, **options: Any
@@ -82,16 +107,16 @@ class Pipeline:
     def gradients(self) -> dict[str, Tensor]:
         """Gradients by the whole model's names; those of tied copies are summed."""
         out: dict[str, Tensor] = {}
-        for stage in self.stages:
-            for name, param in stage.module.named_parameters():
+        for part in self.parts:
+            for name, param in part.module.named_parameters():
                 if param.grad is not None:
-                    whole = stage.tied_copies.get(name, name)
+                    whole = part.tied_copies.get(name, name)
                     out[whole] = out[whole] + param.grad if whole in out else param.grad.clone()
         return out
 
     def zero_grad(self) -> None:
-        for stage in self.stages:
-            stage.module.zero_grad()
+        for part in self.parts:
+            part.module.zero_grad()
 
 
 def in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -132,23 +157,48 @@ def make_pipeline(
 ) -> Pipeline:
     """Cut copies of a model into stages and link them; ``model`` itself stays whole."""
     config = config or PipelineConfig()
+    chunks = config.chunks(pp)
     info = probe_model(model, example)
-    bounds = partition_layers(config.partition, count_work(model, info), pp)
-    stages = [cut_model(copy.deepcopy(model), info, bounds, stage) for stage in range(pp)]
-    forward = [QueueLink() for _ in range(pp - 1)]
-    backward = [QueueLink() for _ in range(pp - 1)]
-    engines = [
-        Engine(
-            stage,
-            StageLinks(
-                from_previous=forward[index - 1] if index > 0 else None,
-                to_previous=backward[index - 1] if index > 0 else None,
-                to_next=forward[index] if index < pp - 1 else None,
-                from_next=backward[index] if index < pp - 1 else None,
-            ),
-            config,
-            rank=index,
+    bounds = partition_layers(config.partition, count_work(model, info), chunks)
+    forward: dict[tuple[int, int], QueueLink] = {}
+    backward: dict[tuple[int, int], QueueLink] = {}
+    parts, engines = [], []
+    for rank in range(pp):
+        copied = copy.deepcopy(model)
+        part = cut_model(copied, info, bounds, rank, chunks)
+        if splits_backward(config.schedule):
+            part = replace(part, store=WeightGradStore())
+            defer_weight_gradients(copied, part.store)
+        peers = _peers(chunks, rank)
+        links = StageLinks(
+            {stage: _ends(forward, rank, peer) for stage, peer in peers},
+            {stage: _ends(backward, rank, peer) for stage, peer in peers},
         )
-        for index, stage in enumerate(stages)
-    ]
-    return Pipeline(stages, engines, forward, backward)
+        parts.append(part)
+        engines.append(Engine(part, links, config, rank=rank))
+    ends = {
+        stage: (chunks.rank_of(stage), chunks.rank_of(stage + 1))
+        for stage in range(chunks.stages - 1)
+        if not chunks.is_local(stage)
+    }
+    return Pipeline(
+        parts,
+        engines,
+        {stage: forward[pair] for stage, pair in ends.items()},
+        {stage: backward[pair[::-1]] for stage, pair in ends.items()},
+    )
+
+
+def _peers(chunks: Chunks, rank: int) -> list[tuple[int, int]]:
+    """Return the boundaries at which messages leave or reach a rank, with the other rank."""
+    found = []
+    for stage in range(chunks.stages - 1):
+        ends = {chunks.rank_of(stage), chunks.rank_of(stage + 1)}
+        if rank in ends and len(ends) == 2:
+            found.append((stage, *(ends - {rank})))
+    return found
+
+
+def _ends(ways: dict[tuple[int, int], QueueLink], rank: int, peer: int) -> Ends:
+    out = ways.setdefault((rank, peer), QueueLink())
+    return Ends(out, ways.setdefault((peer, rank), QueueLink()))

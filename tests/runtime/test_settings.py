@@ -28,6 +28,10 @@ def test_the_default_is_one_rank_per_model() -> None:
             r"partition=\[1, 1, 2\] lists 3 stages but pp=2",
         ),
         (
+            {"pp": 2, "pipeline": PipelineConfig(schedule="ZBH1", compile_layers=True)},
+            "compile_layers=True does not work with schedule='ZBH1'.*use '1F1B'",
+        ),
+        (
             {"tp": 2, "pipeline": PipelineConfig(recompute="full")},
             "recompute='full'.* pp=1 has no stages; use recompute='layer'",
         ),
@@ -40,3 +44,11 @@ def test_wrong_sizes_are_refused(settings: dict[str, Any], message: str) -> None
 
 def test_a_listed_partition_fits_its_stages() -> None:
     assert RuntimeConfig(pp=2, pipeline=PipelineConfig(partition=[3, 1])).pp == 2
+
+
+def test_what_is_decided_later_is_not_checked_before() -> None:
+    auto = PipelineConfig(schedule="auto", partition=[1, 1, 1, 1], compile_layers=True)
+    assert RuntimeConfig(pp=2, pipeline=auto).pp == 2
+    # At pp=1 there is no schedule.
+    split = PipelineConfig(schedule="ZBH1", compile_layers=True)
+    assert RuntimeConfig(tp=2, pipeline=split).pp == 1

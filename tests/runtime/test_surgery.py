@@ -48,7 +48,7 @@ def _chosen(ctx: Context) -> dict[str, Any]:
         found["student"] = [name for name, _ in surgery.models]
         found["layers"] = len(list(module.teacher.parameters())) > 0
         found["names"] = sorted(surgery.specs)
-        found["stage"] = (surgery.stage.index, list(surgery.stage.layers))
+        found["stage"] = [(stage.index, list(stage.layers)) for stage in surgery.part.stages]
         found["trains"] = surgery.trains
         found["dtype"] = surgery.loss_dtype
         frozen = tiny_model("llama").requires_grad_(False)
@@ -60,7 +60,7 @@ def _chosen(ctx: Context) -> dict[str, Any]:
     with mesh_of(tp=2) as mesh:
         found["both"] = [name for name, _ in cut(Two(), mesh, tp=2).models]
         narrow = cut(tiny_model("llama", dtype=torch.bfloat16), mesh, tp=2)
-        found["narrow"] = (narrow.loss_dtype, narrow.stage, narrow.head is not None)
+        found["narrow"] = (narrow.loss_dtype, narrow.part, narrow.head is not None)
     with mesh_of(dp=2) as mesh:
         found["any"] = (cut(nn.Linear(1, 1), mesh).models, cut(nn.Linear(1, 1), mesh).head)
     return found
@@ -70,9 +70,9 @@ def test_the_trainable_models_are_cut() -> None:
     for rank, found in enumerate(run_ranks(_chosen, 2)):
         assert found["student"] == ["student"]
         assert found["layers"]
-        assert found["stage"] == (rank, [0, 1] if rank == 0 else [2, 3])
+        assert found["stage"] == [(rank, [0, 1] if rank == 0 else [2, 3])]
         student = [name for name in found["names"] if name.startswith("student.model.layers.")]
-        assert {int(name.split(".")[3]) for name in student} == set(found["stage"][1])
+        assert {int(name.split(".")[3]) for name in student} == set(found["stage"][0][1])
         assert "probe.weight" in found["names"]
         assert found["trains"] is True
         assert found["frozen"] is False

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,12 +21,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from goose_strategy import Goose3DFabricStrategy, Goose3DStrategy, ZeroConfig
 from goose_strategy.compat.torch import ShardedGradScaler
 from goose_strategy.errors import ConfigError
+from goose_strategy.runtime.planning import LOGGER
 from goose_strategy.runtime.settings import RuntimeConfig
 from goose_strategy.strategies.door import (
     PRECISIONS,
     Door,
     build_config,
     keep_rotary_in_fp32,
+    show_messages,
     wrong_door,
 )
 from tests.harness.models import batches, tiny_model
@@ -272,3 +278,32 @@ def test_a_stream_is_read_by_the_first_rank_of_a_replica(runs: dict[str, list[An
         with torch.no_grad():
             alone = tiny_model("llama")(**batch).logits
         torch.testing.assert_close(rank["logits"].double(), alone, rtol=1e-6, atol=1e-6)
+
+
+@contextmanager
+def fresh_logging() -> Iterator[None]:
+    """The package's logger and the root's handlers, as Python starts with them."""
+    fresh = {"handlers": [], "level": logging.NOTSET, "propagate": True, "_cache": {}}
+    with (
+        patch.dict(vars(LOGGER), fresh),
+        patch.dict(vars(logging.getLogger()), {"handlers": [], "_cache": {}}),
+    ):
+        yield
+
+
+def test_messages_are_seen_without_any_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with fresh_logging():
+        show_messages()
+        show_messages()
+        LOGGER.info("decided")
+    assert capsys.readouterr().err == "decided\n"
+
+
+def test_who_has_set_up_logging_decides_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with fresh_logging():
+        LOGGER.level = logging.WARNING
+        logging.getLogger().addHandler(logging.NullHandler())
+        show_messages()
+        LOGGER.info("decided")
+        assert (LOGGER.handlers, LOGGER.level) == ([], logging.WARNING)
+    assert capsys.readouterr().err == ""

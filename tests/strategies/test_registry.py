@@ -79,7 +79,7 @@ def test_variables_give_the_bare_name_its_sizes(
     [
         ("GOOSE3D_TP", "two", "GOOSE3D_TP='two' must be a whole number"),
         ("GOOSE3D_PP", "0", "pp=0 must be at least 1"),
-        ("GOOSE3D_SCHEDULE", "1f1b", "GOOSE3D_SCHEDULE='1f1b' is not known; .*'1F1B'"),
+        ("GOOSE3D_SCHEDULE", "1f1b", "GOOSE3D_SCHEDULE='1f1b': .*is not known; .*'1F1B'"),
         ("GOOSE3D_NUM_MICROBATCHES", "0", "num_microbatches=0"),
     ],
 )
@@ -171,13 +171,18 @@ def test_the_command_line_switches_to_the_bare_name(parse: Parse) -> None:
     assert (strategy.runtime.config.tp, strategy.runtime.config.pp) == (1, 1)
 
 
-@pytest.mark.parametrize("argument", ["tpp=2", "pipeline.schedule=ZB-X", "tp=two"])
+@pytest.mark.parametrize("argument", ["tpp=2", "tp=two"])
 def test_typing_errors_are_refused(
     parse: Parse, argument: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         parse(f"--trainer.strategy.{argument}")
     assert argument.split("=")[0].split(".")[-1] in capsys.readouterr().err
+
+
+def test_an_unknown_schedule_is_refused(parse: Parse) -> None:
+    with pytest.raises(ValueError, match="schedule='ZB-X' is not known; choose one of 'GPipe'"):
+        parse("--trainer.strategy.pipeline.schedule=ZB-X")
 
 
 # -- the price ----------------------------------------------------------------------------------

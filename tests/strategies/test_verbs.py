@@ -22,7 +22,7 @@ from tests.harness.models import batches, tiny_model
 from tests.harness.worker import Context
 from tests.harness.world import Death, run_ranks
 from tests.strategies.lightning_module import Data, LanguageModel, make_trainer
-from tests.strategies.ranks import good, make_fabric, world
+from tests.strategies.ranks import attempt, good, make_fabric, world
 
 BATCH = batches(1)[0]
 
@@ -50,7 +50,7 @@ class Count(PipelineCallback):
 
     def told(self) -> list[Any]:
         return [
-            [(step.step, step.train, step.stage) for step in self.steps],
+            [(step.step, step.train, step.held) for step in self.steps],
             [(event.step, event.kind, event.microbatch) for event in self.work],
         ]
 
@@ -139,12 +139,12 @@ def call(step: int, rank: int) -> list[tuple[int, str, int]]:
 
 def test_the_strategy_adds_and_removes() -> None:
     for rank, told in enumerate(good(results()["through_the_strategy"])):
-        assert told == [[(0, True, rank)], call(0, rank)]
+        assert told == [[(0, True, (rank,))], call(0, rank)]
 
 
 def test_fabrics_callbacks_are_found() -> None:
     for rank, (first, second, order) in enumerate(good(results()["through_fabrics_callbacks"])):
-        assert first == [[(0, True, rank), (1, True, rank)], call(0, rank) + call(1, rank)]
+        assert first == [[(0, True, (rank,)), (1, True, (rank,))], call(0, rank) + call(1, rank)]
         assert second == first
         assert order == ["first", "second"] * 2
 
@@ -152,13 +152,13 @@ def test_fabrics_callbacks_are_found() -> None:
 def test_the_trainers_callbacks_are_found_and_let_go() -> None:
     for rank, outcome in enumerate(good(results()["through_the_trainer"])):
         fitted, steps, losses, order, unwanted = outcome
-        training = [(step, True, rank) for step in (0, 1)]
-        evaluations = [(step, False, rank) for step in (2, 3)]
+        training = [(step, True, (rank,)) for step in (0, 1)]
+        evaluations = [(step, False, (rank,)) for step in (2, 3)]
         assert fitted[0] == training + evaluations
         work = [(step, "F", mb) for step in (2, 3) for mb in (0, 1)]
         assert fitted[1] == call(0, rank) + call(1, rank) + work
         # The validation that followed.
-        assert steps == fitted[0] + [(step, False, rank) for step in (4, 5)]
+        assert steps == fitted[0] + [(step, False, (rank,)) for step in (4, 5)]
         assert losses == 2
         assert order == ["first", "second"] * 2
         assert unwanted == 0
@@ -205,3 +205,42 @@ def test_a_callback_that_raises_ends_all_ranks_as_the_first_cause() -> None:
         assert "microbatch=1, stage=1, rank=1, schedule='1F1B', step=2, kind='B'" in end.output
     assert abs(ends[0].after_s - ends[1].after_s) < 10.0
     assert "rank 1 (pp 1, dp 0, tp 0)" in ends[0].output
+
+
+def _fabrics_report(ctx: Context) -> Any:
+    fabric = make_fabric(ctx, 1, 2)
+    early = attempt(fabric.strategy.partition_report)
+    bare = tiny_model("llama")
+    model = fabric.setup(bare)
+    reports = [
+        fabric.strategy.partition_report(),
+        fabric.strategy.partition_report(model),
+        fabric.strategy.partition_report(bare),
+    ]
+    assert reports[0] is reports[1] is reports[2]
+    other = attempt(lambda: fabric.strategy.partition_report(tiny_model("llama")))
+    return str(reports[0]), reports[0].imbalance, early, other
+
+
+def _trainers_report(ctx: Context) -> Any:
+    trainer = make_trainer(ctx, 1, 2)
+    trainer.fit(LanguageModel(), datamodule=Data(2))
+    return str(trainer.strategy.partition_report())
+
+
+def _report_of_no_pipeline(ctx: Context) -> Any:
+    fabric = make_fabric(ctx, 2, 1)
+    fabric.setup(tiny_model("llama"))
+    return attempt(fabric.strategy.partition_report)
+
+
+def test_the_partition_is_reported_at_both_doors() -> None:
+    runs = world(2, _fabrics_report, _trainers_report, _report_of_no_pipeline)
+    for text, imbalance, early, other in good(runs["fabrics_report"]):
+        assert "schedule='1F1B' with 2 stages on 2 ranks, partition='balanced'" in text
+        assert 1 <= imbalance < 1.5
+        for refused in (early, other):
+            assert "no module of this strategy is cut in depth (pp=2)" in str(refused)
+    assert "2 stages on 2 ranks" in good(runs["trainers_report"])[0]
+    for refused in runs["report_of_no_pipeline"]:
+        assert "(pp=1); set the module up first, with pp > 1" in str(refused)

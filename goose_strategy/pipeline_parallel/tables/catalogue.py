@@ -1,7 +1,6 @@
 """Every schedule by its name, made and proved before it is handed out.
 
-The names are torch's where torch has the schedule. Which of them the engine runs today is a
-question for :mod:`goose_strategy.pipeline_parallel.schedule`.
+The names are torch's where torch has the schedule.
 """
 
 from __future__ import annotations
@@ -110,6 +109,26 @@ def make_schedule(
     schedule = Schedule(name, chunks, microbatches, table, overlapped)
     check_schedule(schedule, train=train)
     return schedule
+
+
+def forward_only(chunks: Chunks, microbatches: int) -> Table:
+    """Return only forwards, for evaluation: all microbatches through a stage before the next one.
+
+    Args:
+        chunks: Which rank holds which stages.
+        microbatches: Number of microbatches.
+
+    Returns:
+        The table of ``F`` actions.
+    """
+    return tuple(
+        tuple(
+            Action(stage, Kind.FORWARD, microbatch)
+            for stage in chunks.stages_of(rank)
+            for microbatch in range(microbatches)
+        )
+        for rank in range(chunks.ranks)
+    )
 
 
 def finish(

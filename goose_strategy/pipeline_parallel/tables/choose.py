@@ -28,7 +28,7 @@ class Figures:
         schedule: The candidate.
         makespan: Time of a step, in the unit of the costs.
         bubble: Idle share of all ranks' time.
-        memory: Per rank, the most activations held at once, in the unit of the costs.
+        memory: Per rank, the most that it holds at once, in the unit of the costs.
         fits: Whether every rank keeps the limit.
     """
 
@@ -66,7 +66,8 @@ def choose(
             microbatches, each has fewer rows.
         costs: The costs of a candidate's actions and activations, which depend on its number of
             stages and microbatches.
-        memory_limit: What a rank may hold at once, in the unit of ``Costs.activations``.
+        memory_limit: What a rank may hold at once, in the unit of ``Costs.activations``, what
+            stays (``Costs.resident``) among it.
 
     Returns:
         The best candidate, and the figures of all.
@@ -90,21 +91,35 @@ def choose(
     return Choice(best.schedule, figures)
 
 
-def format_figures(choice: Choice) -> str:
-    """Return the figures as a table for people, the best marked with ``*``."""
-    lines = [f"  {'schedule':<40} {'time':>10} {'bubble':>8} {'memory':>10}"]
+def format_figures(choice: Choice, *, measured: bool = False) -> str:
+    """Return the figures as a table for people, the best marked with ``*``.
+
+    Args:
+        choice: What :func:`choose` returned.
+        measured: The costs are nanoseconds and bytes; shown as milliseconds and MiB.
+    """
+    time, memory = ("time/ms", "memory/MiB") if measured else ("time", "memory")
+    per_time, per_memory = (1e6, 2**20) if measured else (1.0, 1.0)
+    lines = [f"  {'schedule':<52} {time:>10} {'bubble':>8} {memory:>10}"]
     for entry in choice.figures:
         mark = "*" if entry.schedule is choice.best else " " if entry.fits else "x"
         lines.append(
-            f"{mark} {_name(entry.schedule):<40} {entry.makespan:>10.4g} {entry.bubble:>8.1%} "
-            f"{max(entry.memory):>10.4g}"
+            f"{mark} {_name(entry.schedule):<52} {entry.makespan / per_time:>10.4g} "
+            f"{entry.bubble:>8.1%} {max(entry.memory) / per_memory:>10.4g}"
         )
     return "\n".join(lines)
 
 
 def _figures(schedule: Schedule, costs: Costs, memory_limit: float | None) -> Figures:
     result = simulate(schedule.table, costs, schedule.chunks)
-    memory = peak_memory(schedule.table, costs.activations or (1.0,) * schedule.chunks.stages)
+    chunks = schedule.chunks
+    activations = costs.activations or (1.0,) * chunks.stages
+    peaks = peak_memory(schedule.table, activations, costs.inputs)
+    resident = costs.resident or (0.0,) * chunks.stages
+    memory = tuple(
+        peak + sum(resident[stage] for stage in chunks.stages_of(rank))
+        for rank, peak in enumerate(peaks)
+    )
     fits = memory_limit is None or max(memory) <= memory_limit
     return Figures(schedule, result.makespan, result.bubble, memory, fits)
 

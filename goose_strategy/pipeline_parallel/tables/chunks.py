@@ -56,6 +56,12 @@ class Chunks:
         """Number of stages of all ranks."""
         return self.ranks * self.per_rank
 
+    def describe(self) -> str:
+        """Return the numbers as a user knows them, such as ``"pp=4"``."""
+        if self.per_rank == 1:
+            return f"pp={self.ranks}"
+        return f"pp={self.ranks} x {self.per_rank} stages per rank = {self.stages}"
+
     @cached_property
     def holders(self) -> tuple[int, ...]:
         """The rank of every stage."""

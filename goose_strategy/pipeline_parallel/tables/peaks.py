@@ -1,9 +1,10 @@
 """How many activations a table holds, known when it is made.
 
 The unit is one chunk's activations of one microbatch. They are held from ``F`` until ``B``. Where
-the backward is split they are held until ``W``: ``I`` frees nothing by itself, because ``W`` needs
-what the forward saved. With a recompute they are held from ``R`` on; before it, only the stage's
-inputs are, which count as nothing unless their memory is given.
+the backward is split they are held until ``W``, because ``W`` needs what the forward saved; if it
+is known what ``I`` leaves to it (the inputs of the layers and the gradients of their outputs), that
+counts instead from ``I`` on. With a recompute they are held from ``R`` on; before it, only the
+stage's inputs are, which count as nothing unless their memory is given.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ def peak_activations(table: Table) -> tuple[int, ...]:
 
 
 def peak_memory(
-    table: Table, activations: Sequence[float], inputs: Sequence[float] | None = None
+    table: Table,
+    activations: Sequence[float],
+    inputs: Sequence[float] | None = None,
+    *,
+    put_off: Sequence[float] | None = None,
 ) -> tuple[float, ...]:
     """Return, per rank, the memory of activations held at once at most.
 
@@ -31,6 +36,8 @@ def peak_memory(
             in any unit.
         inputs: Per stage, the memory of one microbatch's inputs alone, which are kept from ``F``
             to ``R``; none if ``None``.
+        put_off: Per stage, the memory that is held for one microbatch from ``I`` to ``W``; that of
+            its activations if ``None``.
 
     Returns:
         The peaks in the same unit.
@@ -41,7 +48,11 @@ def peak_memory(
         held = peak = 0.0
         for action in row:
             stage = action.stage
-            held += _change(action, again) * activations[stage]
+            if put_off is not None and action.kind in (Kind.INPUT, Kind.WEIGHT):
+                freed = activations[stage] if action.kind is Kind.INPUT else 0
+                held += put_off[stage] * (1 if action.kind is Kind.INPUT else -1) - freed
+            else:
+                held += _change(action, again) * activations[stage]
             if inputs is not None and (stage, action.microbatch) in again:
                 held += {Kind.FORWARD: 1, Kind.RECOMPUTE: -1}.get(action.kind, 0) * inputs[stage]
             peak = max(peak, held)

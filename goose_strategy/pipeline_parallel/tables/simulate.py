@@ -14,6 +14,15 @@ from goose_strategy.errors import ConfigError, ScheduleError
 from goose_strategy.pipeline_parallel.schedule import MESSAGES, Action, Kind, Table
 from goose_strategy.pipeline_parallel.tables.chunks import Chunks
 
+_PER_STAGE = (
+    "backward_input",
+    "backward_weight",
+    "recompute",
+    "activations",
+    "inputs",
+    "resident",
+)
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -29,6 +38,10 @@ class Costs:
             for it before its row's end.
         activations: Memory of one microbatch's activations, per stage, in any unit; 1 each if
             ``None``. It takes no time, but decides with :func:`~.choose.choose` what fits.
+        inputs: Memory of one microbatch's inputs, per stage, in the same unit; a stage that
+            recomputes keeps them from ``F`` to ``R``. Nothing if ``None``.
+        resident: Memory that each stage holds whatever is under way (weights, say), in the same
+            unit. Nothing if ``None``.
     """
 
     forward: tuple[float, ...]
@@ -38,6 +51,8 @@ class Costs:
     latency: float = 0.0
     tie: float = 0.0
     activations: tuple[float, ...] | None = None
+    inputs: tuple[float, ...] | None = None
+    resident: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check that all costs are there and not negative.
@@ -45,7 +60,7 @@ class Costs:
         Raises:
             ConfigError: Naming the value and what is allowed.
         """
-        for name in ("backward_input", "backward_weight", "recompute", "activations"):
+        for name in _PER_STAGE:
             given = getattr(self, name)
             if given is not None and len(given) != len(self.forward):
                 raise ConfigError(
@@ -57,6 +72,8 @@ class Costs:
             *costs,
             *(self.recompute or ()),
             *(self.activations or ()),
+            *(self.inputs or ()),
+            *(self.resident or ()),
             self.latency,
             self.tie,
         ):

@@ -8,9 +8,18 @@ from pathlib import Path
 import pytest
 
 from goose_strategy.errors import ConfigError
-from goose_strategy.pipeline_parallel.schedule import SCHEDULES, Kind
-from goose_strategy.pipeline_parallel.tables.catalogue import CATALOGUE, finish, make_schedule
+from goose_strategy.pipeline_parallel.schedule import Kind, gpipe, one_f_one_b
+from goose_strategy.pipeline_parallel.tables.catalogue import (
+    CATALOGUE,
+    finish,
+    forward_only,
+    make_schedule,
+)
+from goose_strategy.pipeline_parallel.tables.checks import check_messages, check_table
+from goose_strategy.pipeline_parallel.tables.chunks import Chunks
+from goose_strategy.pipeline_parallel.tables.lowering import lower
 from goose_strategy.pipeline_parallel.tables.peaks import peak_activations
+from goose_strategy.pipeline_parallel.tables.simulate import draw
 
 
 def chunk_counts(name: str) -> list[int]:
@@ -98,11 +107,20 @@ def test_wrong_numbers_are_refused(arguments: tuple[str, int, int, int], message
         make_schedule(name, ranks, microbatches, per_rank=per_rank)
 
 
-def test_what_the_engine_runs_has_one_stage_per_rank_and_is_not_split() -> None:
-    for name, make in SCHEDULES.items():
+def test_the_classic_schedules_have_one_stage_per_rank_and_are_not_split() -> None:
+    for name, make in (("GPipe", gpipe), ("1F1B", one_f_one_b)):
         entry = CATALOGUE[name]
         assert (entry.most, entry.splits) == (1, False)
         assert make_schedule(name, 3, 5).table == make(3, 5)
+
+
+def test_evaluation_is_breadth_first_and_complete() -> None:
+    assert draw(forward_only(Chunks(3), 3)) == "F0 F1 F2 .. ..\n.. F0 F1 F2 ..\n.. .. F0 F1 F2"
+    for chunks in (Chunks(2, 3), Chunks(3, 2, "v")):
+        for microbatches in range(1, 6):
+            table = forward_only(chunks, microbatches)
+            check_table(table, microbatches, chunks=chunks, train=False)
+            check_messages(lower(table, chunks), chunks)
 
 
 def test_the_readme_lists_every_schedule() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from goose_strategy.errors import ConfigError, PlanError
 from goose_strategy.pipeline_parallel.tables.catalogue import CATALOGUE, make_schedule
 from goose_strategy.pipeline_parallel.tables.choose import choose, format_figures
 from goose_strategy.pipeline_parallel.tables.chunks import Schedule
+from goose_strategy.pipeline_parallel.tables.insert import add_recompute
 from goose_strategy.pipeline_parallel.tables.peaks import peak_activations
 from goose_strategy.pipeline_parallel.tables.simulate import Costs, simulate
 
@@ -77,3 +80,23 @@ def test_the_figures_as_text() -> None:
     assert len(lines) == 5
     assert [line[0] for line in lines[1:]] == ["x", "x", " ", "*"]
     assert "1F1B, 16 microbatches" in lines[4]
+
+
+def test_what_stays_and_inputs_count_for_the_memory() -> None:
+    schedule = make_schedule("GPipe", 2, 4)
+    plain = Costs.even(2)
+    more = replace(plain, activations=(3.0, 3.0), inputs=(0.0, 1.0), resident=(10.0, 20.0))
+    (figures,) = choose([schedule], lambda _: more).figures
+    assert figures.memory == (10 + 4 * 3, 20 + 4 * 3)
+    again = schedule.with_table(add_recompute(schedule.table))
+    (figures,) = choose([again], lambda _: more).figures
+    # R takes the inputs of its microbatch; those of three more wait.
+    assert figures.memory == (10 + 3, 20 + 3 + 3)
+
+
+def test_measured_figures_have_units() -> None:
+    costs = Costs((2e6,), (2e6,), (1e6,), activations=(2.0**20,))
+    choice = choose([make_schedule("1F1B", 1, 2)], lambda _: costs)
+    head, line = format_figures(choice, measured=True).splitlines()
+    assert head.split() == ["schedule", "time/ms", "bubble", "memory/MiB"]
+    assert line.split()[-3:] == ["10", "0.0%", "1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -98,3 +99,13 @@ def test_a_picture_names_stages_where_a_rank_has_several() -> None:
         "0F0 ..  ..  3F0 3B0 ..  ..  0B0\n..  1F0 2F0 ..  ..  2B0 1B0 .."
     )
     assert draw((tuple(map(Action.parse, ["0F10", "0B10"])),)) == "F10 B10"
+
+
+@pytest.mark.parametrize("name", ["inputs", "resident"])
+def test_memory_is_given_for_every_stage(name: str) -> None:
+    more: dict[str, Any] = {name: (1.0,)}
+    with pytest.raises(ConfigError, match=rf"{name}=\(1\.0,\) has 1 stages, forward has 2"):
+        Costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), **more)
+    more = {name: (1.0, -1.0)}
+    with pytest.raises(ConfigError, match=r"cost=-1\.0 must be at least 0"):
+        Costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), **more)
