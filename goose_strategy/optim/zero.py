@@ -184,7 +184,10 @@ class ZeroShards:
 
     @property
     def _judged(self) -> bool:
-        return self._norm is not None and self._norm[1] == self.reducer.round
+        if self._norm is None:
+            return False
+        # Stages may see other rounds, and must decide alike; their later gradients come by calls.
+        return self.reducer.mesh.pp_size > 1 or self._norm[1] == self.reducer.round
 
     def note_norm(self, total: Tensor) -> None:
         """Note the power sum of the gradients, which a step need not take again."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
+from goose_strategy.comm.recorder import Recorder, recording
 from goose_strategy.errors import BatchError, ConfigError
 from goose_strategy.optim.clip import clip_grad_norm
 from tests.data_parallel import toy
@@ -189,3 +190,28 @@ def test_schedulers_of_the_rate_and_of_the_betas_are_heeded() -> None:
     ours, torchs = (run_ranks(_schedule, 2, native)[0] for native in (True, False))
     for name, value in torchs.items():
         assert (ours[name] - value).norm() <= 1e-6 * value.norm(), name
+
+
+def _after_the_clip(ctx: Context) -> list[int]:
+    """A clipping knows the norm of what was there; what comes later is looked at by the step."""
+    driver = start(ctx, PRESETS["default"], branches=1)
+    (sharded,) = driver.zeros
+    launches = []
+    for spoilt in (False, True):
+        x = driver.rows(toy.batch(0, BF16))
+        driver.backward(driver.forward(x).square().mean())
+        clip_grad_norm(driver.zeros, driver.mesh, 1.0)
+        if spoilt:
+            driver.backward(driver.forward(x).square().mean() * math.nan)
+        with recording(Recorder()) as recorder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            driver.optimizer.step()
+        launches.append(sum("int64" in str(launch) for launch in recorder.launches))
+        driver.optimizer.zero_grad()
+    skipped = sharded.native.skipped
+    driver.close()
+    return [*launches, skipped]
+
+
+def test_a_clipped_norm_is_not_taken_twice_and_never_taken_for_another() -> None:
+    assert run_ranks(_after_the_clip, 2) == [[0, 1, 1]] * 2
