@@ -32,6 +32,7 @@ _MASK = (1 << _WORD) - 1
 _LOWEST = -1140
 _DIGITS = 53
 _CHUNK = 1 << 20
+_ROWS = 1024
 
 
 def partial_power_sum(runs: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
@@ -98,18 +99,27 @@ def _granules(run: Tensor, norm_type: float) -> Iterable[Tensor]:
 
 def _limbs(granules: Tensor) -> Tensor:
     """Return the sum of non-negative numbers as limbs."""
-    total = torch.zeros(SIZE, dtype=torch.int64, device=granules.device)
-    total[LIMBS] = granules.isnan().sum()
-    total[LIMBS + 1] = granules.isinf().sum()
+    # On a device thousands of threads would wait for one another at the few limbs that are in use.
+    rows = 1 if granules.device.type == "cpu" else _ROWS
+    return _spread_limbs(granules, rows)
+
+
+def _spread_limbs(granules: Tensor, rows: int) -> Tensor:
+    """Return the sum as limbs, taken in so many tables first; integers do not mind the order."""
+    tables = torch.zeros(rows, LIMBS, dtype=torch.int64, device=granules.device)
     mantissa, exponent = torch.frexp(granules.nan_to_num(0.0, posinf=0.0))
     digits = torch.ldexp(mantissa, exponent.new_tensor(_DIGITS)).long()
     place = exponent.long() - (_DIGITS + _LOWEST)
     # A zero has no exponent of its own, but digits that are zero may go anywhere.
     place.clamp_(min=0)
     limb, shift = place // _WORD, place % _WORD
+    if rows > 1:
+        limb += torch.arange(limb.numel(), device=limb.device) % rows * LIMBS
     low = (digits & _MASK) << shift
     high = (digits >> _WORD) << shift
-    total.index_add_(0, limb, low & _MASK)
-    total.index_add_(0, limb + 1, (low >> _WORD) + (high & _MASK))
-    total.index_add_(0, limb + 2, high >> _WORD)
-    return total
+    flat = tables.view(-1)
+    flat.index_add_(0, limb, low & _MASK)
+    flat.index_add_(0, limb + 1, (low >> _WORD) + (high & _MASK))
+    flat.index_add_(0, limb + 2, high >> _WORD)
+    counts = torch.stack((granules.isnan().sum(), granules.isinf().sum()))
+    return torch.cat([tables.sum(0), counts])

@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from goose_strategy.optim.norm import GRANULE, SIZE, combined_power_sum, partial_power_sum
+from goose_strategy.optim.norm import (
+    GRANULE,
+    SIZE,
+    _limbs,
+    _spread_limbs,
+    combined_power_sum,
+    partial_power_sum,
+)
 
 CPU = torch.device("cpu")
 
@@ -80,3 +87,9 @@ def test_nothing_has_the_norm_zero() -> None:
         assert whole([], norm_type) == 0.0
         assert whole([torch.zeros(0)], norm_type) == 0.0
     assert partial_power_sum([], 2.0, CPU).shape == (SIZE,)
+
+
+def test_tables_for_devices_give_the_same_limbs() -> None:
+    granules = wild(5003, torch.float64).abs()
+    granules[11], granules[12] = math.nan, math.inf
+    assert torch.equal(_spread_limbs(granules, 64), _limbs(granules))
