@@ -64,6 +64,7 @@ class _StepArgs(c.Structure):
                 "first_kind",
                 "second_kind",
                 "device",
+                "threads",
             )
         ],
     )
@@ -86,7 +87,7 @@ class _NormArgs(c.Structure):
         *[(name, c.c_void_p) for name in ("values", "out", "partials", "scale")],
         ("first_chunk", c.c_int64),
         ("chunks", c.c_int64),
-        *[(name, c.c_int32) for name in ("kind", "dp", "device")],
+        *[(name, c.c_int32) for name in ("kind", "dp", "device", "threads")],
     )
 
 
@@ -284,6 +285,7 @@ def step_args(
         _MOMENT[shard.first_moment],
         _MOMENT[shard.second_moment],
         _ordinal(state.derived),
+        torch.get_num_threads(),
     )
 
 
@@ -296,6 +298,7 @@ def _norm_args(segments: Segments, partials: Tensor, chunks: range | None) -> _N
     where = range(chunks_of(segments.numel)) if chunks is None else chunks
     args = _NormArgs(segments=_segments(segments), partials=partials.data_ptr())
     args.first_chunk, args.chunks = where.start, len(where)
+    args.threads = torch.get_num_threads()
     return args
 
 

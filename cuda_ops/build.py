@@ -142,7 +142,7 @@ def _compile_cpu(out: Path) -> None:
         objects.append(str(out.parent / f"{table}.o"))
         loops = str(CSRC / "cpu_loops.cpp")
         _run([cxx, *flags, *extra, f"-DGOOSE_TABLE={table}", "-c", loops, "-o", objects[-1]])
-    _run([cxx, *flags, "-shared", str(CSRC / "cpu.cpp"), *objects, "-o", str(out)])
+    _run([cxx, *flags, "-pthread", "-shared", str(CSRC / "cpu.cpp"), *objects, "-o", str(out)])
 
 
 def _compile_cuda(out: Path, archs: Sequence[str]) -> None:

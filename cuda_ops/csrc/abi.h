@@ -51,6 +51,7 @@ typedef struct {
   int32_t first_kind;
   int32_t second_kind;
   int32_t device;
+  int32_t threads;           // of the CPU library; bits do not depend on it
 } goose_step_args;
 
 typedef struct {
@@ -78,6 +79,7 @@ typedef struct {
   int32_t kind;              // type of the gradients that are summed: goose_grad
   int32_t dp;
   int32_t device;
+  int32_t threads;
 } goose_norm_args;
 
 typedef struct {

@@ -1,4 +1,8 @@
 // The CPU library's C interface: checks, and the loops for the processor that it runs on.
+#include <system_error>
+#include <thread>
+#include <vector>
+
 #include "cpu_table.h"
 #include "element.h"
 
@@ -27,6 +31,33 @@ bool chunks_fit(const goose_segments& s, int64_t first, int64_t chunks) {
   return s.numel > 0 && s.numel % BLOCK == 0 && s.count > 0 && first >= 0 && chunks > 0 &&
          (first + chunks - 1) * CHUNK < s.numel;
 }
+// Gives each thread a range of chunks, which are independent of each other. Few chunks are not worth
+// a thread: one takes as long to start as 16 chunks to step.
+template <class Args>
+void in_parallel(void (*loop)(const Args&), const Args& args) {
+  const int64_t worth = args.chunks / 64, wanted = args.threads < worth ? args.threads : worth;
+  const int64_t parts = wanted < 1 ? 1 : wanted;
+  std::vector<std::thread> others;
+  int64_t first = args.first_chunk;
+  const int64_t end = args.first_chunk + args.chunks;
+  for (int64_t part = 1; part < parts; ++part) {
+    Args mine = args;
+    mine.first_chunk = first;
+    mine.chunks = args.chunks / parts;
+    try {
+      others.emplace_back([loop, mine] { loop(mine); });
+    } catch (const std::system_error&) {
+      break;  // No more threads: the caller's own does the rest.
+    }
+    first += mine.chunks;
+  }
+  Args rest = args;
+  rest.first_chunk = first;
+  rest.chunks = end - first;
+  loop(rest);
+  for (std::thread& other : others) other.join();
+}
+
 bool moment_kind(int kind) { return kind >= GOOSE_MOMENT_NONE && kind <= GOOSE_MOMENT_BLOCK8; }
 bool main_kind(int kind) { return kind >= GOOSE_MAIN_FP32 && kind <= GOOSE_MAIN_BF16; }
 
@@ -52,13 +83,13 @@ int goose_probe(int) { return 0; }
 int goose_sum_of_squares(const goose_norm_args* a, void*) {
   if (!a->chunks) return 0;
   if (!chunks_fit(a->segments, a->first_chunk, a->chunks)) return GOOSE_BAD_ARGUMENT;
-  table().sum_of_squares(*a);
+  in_parallel(table().sum_of_squares, *a);
   return 0;
 }
 int goose_unpack(const goose_norm_args* a, void*) {
   if (!a->chunks) return 0;
   if (!chunks_fit(a->segments, a->first_chunk, a->chunks) || a->dp < 1) return GOOSE_BAD_ARGUMENT;
-  table().unpack(*a);
+  in_parallel(table().unpack, *a);
   return 0;
 }
 
@@ -90,7 +121,7 @@ int goose_step(const goose_step_args* a, void*) {
   if (a->algorithm < GOOSE_ADAM || a->algorithm > GOOSE_SGD || has_second != adam || !(has_first || sgd) ||
       !moment_kind(a->first_kind) || !moment_kind(a->second_kind) || !main_kind(a->main_kind))
     return GOOSE_UNKNOWN_KIND;
-  table().step(*a);
+  in_parallel(table().step, *a);
   return 0;
 }
 

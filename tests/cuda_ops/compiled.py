@@ -90,16 +90,24 @@ def emulator(
     return path
 
 
-def sanitized_cpu_library(folder: Path, flags: Sequence[str]) -> Path:
-    """Return the CPU library's baseline loops, compiled with a sanitizer."""
+def cpu_library_with(folder: Path, flags: Sequence[str]) -> Path:
+    """Return the CPU library with one set of loops, compiled with the given flags."""
     key = hashlib.sha256(repr((source_hash(), flags)).encode()).hexdigest()[:12]
-    path = folder / f"sanitized-{key}.so"
+    path = folder / f"loops-{key}.so"
     if not path.exists():
-        made = folder / f"sanitized-{key}-{os.getpid()}.so"
+        made = folder / f"loops-{key}-{os.getpid()}.so"
         options = ("-DGOOSE_TABLE=table_baseline", "-DGOOSE_BASELINE_ONLY", f"-I{CSRC}")
         sources = (str(CSRC / "cpu.cpp"), str(CSRC / "cpu_loops.cpp"))
         assert CXX is not None
-        command = [CXX, "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", *flags, *options]
+        command = [
+            CXX,
+            "-std=c++17",
+            "-fPIC",
+            "-pthread",
+            "-shared",
+            *flags,
+            *options,
+        ]
         subprocess.run([*command, *sources, "-o", str(made)], check=True, capture_output=True)
         made.replace(path)
     return path

@@ -12,11 +12,7 @@ import pytest
 import torch
 
 from cuda_ops import bindings
-from cuda_ops.bindings import Library, LibraryError, step_args
-from cuda_ops.layout import BLOCK, CHUNK, Main, Moment, Segment, Segments, Shard, chunks_of
-from cuda_ops.sources import CSRC
-from cuda_ops.state import Algorithm
-from tests.cuda_ops.cases import (
+from cuda_ops.bench.cases import (
     NUMEL,
     SEGMENTS,
     Variant,
@@ -26,6 +22,10 @@ from tests.cuda_ops.cases import (
     new_shard,
     new_state,
 )
+from cuda_ops.bindings import Library, LibraryError, step_args
+from cuda_ops.layout import BLOCK, CHUNK, Main, Moment, Segment, Segments, Shard, chunks_of
+from cuda_ops.sources import CSRC
+from cuda_ops.state import Algorithm
 from tests.cuda_ops.compiled import CXX
 
 VARIANT = Variant(Algorithm.ADAM, Main.SPLIT8, Moment.BLOCK8, Moment.BLOCK8, torch.bfloat16)

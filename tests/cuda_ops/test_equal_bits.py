@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
-from cuda_ops.bindings import Library
-from cuda_ops.layout import (
-    BLOCK,
-    Main,
-    Moment,
-    Segments,
-    Shard,
-    chunks_of,
-)
-from cuda_ops.reference.calls import Reference
-from cuda_ops.state import Algorithm
-from tests.cuda_ops.cases import (
+from cuda_ops.bench.cases import (
     MOMENTS,
     NUMEL,
     SEGMENTS,
@@ -30,6 +21,19 @@ from tests.cuda_ops.cases import (
     train,
     variants,
 )
+from cuda_ops.bindings import Library
+from cuda_ops.layout import (
+    BLOCK,
+    Main,
+    Moment,
+    Segments,
+    Shard,
+    chunks_of,
+)
+from cuda_ops.reference.calls import Reference
+from cuda_ops.sources import CXX_FLAGS, INSTRUCTION_SETS
+from cuda_ops.state import Algorithm
+from tests.cuda_ops.compiled import cpu_library_with
 
 MAINS = tuple(Main)
 WHOLE = 2048 * 8
@@ -218,7 +222,7 @@ class Guarded:
         return whole[self.MARGIN : -self.MARGIN].view(tensor.dtype)
 
     def step(self, implementation: Library, variant: Variant) -> None:
-        from tests.cuda_ops.cases import gradients, initial, new_shard, new_state
+        from cuda_ops.bench.cases import gradients, initial, new_shard, new_state
 
         plain = new_shard(variant, self.NUMEL)
         names = ("weight", "rest", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
@@ -250,3 +254,34 @@ def test_segments_are_cut_for_any_border() -> None:
         whole = [s for s in SEGMENTS if s.start <= begin][-1]
         assert parts[0].start == 0
         assert parts[0].first == whole.first + begin - whole.start
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_threads_make_no_difference(
+    threads: int, cpu: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 500 chunks and a part of one, so that 7 threads have shares of different sizes.
+    numel = 2048 * 500 + 64
+    for variant in (FEW[2], FEW[4]):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+        alone = train(cpu, variant, numel=numel, steps=1)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        assert differences(alone, train(cpu, variant, numel=numel, steps=1)) == []
+
+
+X86 = platform.machine() in ("x86_64", "AMD64")
+
+
+@pytest.mark.parametrize("table", ["table_baseline", "table_v3"])
+def test_instruction_sets_make_no_difference(table: str, built: Path, cpu: Library) -> None:
+    if table != "table_baseline" and not (X86 and cpu.built_for in ("AVX2", "AVX-512")):
+        pytest.skip("this processor has no AVX2")
+    flags = (*CXX_FLAGS, *INSTRUCTION_SETS[table])
+    assert compare(cpu, Library(cpu_library_with(built, flags)), variants()) == {}
+
+
+def test_fused_multiply_add_would_be_found(built: Path, cpu: Library) -> None:
+    if not (X86 and cpu.built_for in ("AVX2", "AVX-512")):
+        pytest.skip("this processor has no fused multiply-add that is known here")
+    fused = ("-O3", "-ffp-contract=fast", "-march=x86-64-v3")
+    assert compare(cpu, Library(cpu_library_with(built, fused)), FEW[:1]) != {}

@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from cuda_ops import ops
-from cuda_ops.bindings import Library
-from cuda_ops.layout import Main, Moment, Segment, Segments, Shard, chunks_of
-from cuda_ops.load import library_for
-from cuda_ops.reference.calls import Reference
-from cuda_ops.state import Algorithm, StepState
-from tests.cuda_ops.cases import (
+from cuda_ops.bench.cases import (
     NUMEL,
     SEGMENTS,
     Variant,
@@ -24,6 +19,11 @@ from tests.cuda_ops.cases import (
     initial,
     train,
 )
+from cuda_ops.bindings import Library
+from cuda_ops.layout import Main, Moment, Segment, Segments, Shard, chunks_of
+from cuda_ops.load import library_for
+from cuda_ops.reference.calls import Reference
+from cuda_ops.state import Algorithm, StepState
 
 ADAM = Variant(Algorithm.ADAM, Main.SPLIT16, Moment.BF16, Moment.BF16, torch.bfloat16)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from cuda_ops.bench.cases import compare
 from cuda_ops.bindings import Library
 from tests.architecture.rules import ROOT
-from tests.cuda_ops.cases import compare
 from tests.cuda_ops.compiled import Bug, emulator
 from tests.cuda_ops.test_equal_bits import Guarded
 from tests.cuda_ops.worker import VARIANTS

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cuda_ops.bindings import Library
-from tests.cuda_ops.compiled import CXX, emulator, sanitized_cpu_library
+from tests.cuda_ops.compiled import CXX, cpu_library_with, emulator
 from tests.cuda_ops.test_planted_bugs import LOAD, run
 
 pytestmark = [
@@ -51,7 +51,7 @@ def test_kernels(built: Path, cpu: Library, preload: dict[str, str]) -> None:
 
 @pytest.mark.timeout(120)
 def test_cpu_loops(built: Path, cpu: Library, preload: dict[str, str]) -> None:
-    done = run(sanitized_cpu_library(built, FLAGS), cpu, **preload)
+    done = run(cpu_library_with(built, ("-ffp-contract=off", *FLAGS)), cpu, **preload)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == {}
 

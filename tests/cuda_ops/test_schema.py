@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from cuda_ops import ops, schema
-from cuda_ops.layout import Main, Moment, Segments, chunks_of
-from cuda_ops.state import Algorithm
-from tests.cuda_ops.cases import (
+from cuda_ops.bench.cases import (
     NUMEL,
     SEGMENTS,
     Variant,
@@ -21,6 +19,8 @@ from tests.cuda_ops.cases import (
     new_shard,
     new_state,
 )
+from cuda_ops.layout import Main, Moment, Segments, chunks_of
+from cuda_ops.state import Algorithm
 
 VARIANT = Variant(Algorithm.ADAM, Main.SPLIT8, Moment.BLOCK8, Moment.BLOCK8, torch.bfloat16)
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
+from cuda_ops.bench.cases import SEGMENTS, Variant, compare, cut, new_shard, new_state
 from cuda_ops.bindings import Library
 from cuda_ops.layout import BLOCK, Main, Moment, Segments
 from cuda_ops.state import Algorithm
-from tests.cuda_ops.cases import SEGMENTS, Variant, compare, cut, new_shard, new_state
 
 # Those that are left where an emulator is built with fewer variants.
 VARIANTS = [

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import torch
 
+from cuda_ops.bench.cases import equal_bits
 from cuda_ops.reference.rounding import (
     bits,
     join8,
@@ -11,7 +12,6 @@ from cuda_ops.reference.rounding import (
     split16,
     stochastic_bf16,
 )
-from tests.cuda_ops.cases import equal_bits
 from tests.cuda_ops.test_equal_bits import any_floats
 
 

@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from cuda_ops.layout import BLOCK, Main, Moment, Segment, Segments, Shard, chunks_of, rounding_key
-from cuda_ops.reference.calls import Reference
-from cuda_ops.state import Algorithm, Hyper, StepState
-from tests.cuda_ops.cases import (
+from cuda_ops.bench.cases import (
     SEGMENTS,
     Variant,
     equal_bits,
@@ -20,6 +17,10 @@ from tests.cuda_ops.cases import (
     new_shard,
     new_state,
 )
+from cuda_ops.layout import BLOCK, Main, Moment, Segment, Segments, Shard, chunks_of, rounding_key
+from cuda_ops.reference import step as step_module
+from cuda_ops.reference.calls import Reference
+from cuda_ops.state import Algorithm, Hyper, StepState
 
 NUMEL = 2048 + 64 * 3
 BORDER = 1024
@@ -196,6 +197,26 @@ def test_a_skipped_step_and_an_inactive_segment_change_nothing(variant: Variant)
 
 
 @pytest.mark.parametrize("variant", [DEFAULT, COMPACT], ids=["default", "compact"])
+def test_a_device_skips_without_asking_the_host(variant: Variant) -> None:
+    # On a CPU the step returns early; elsewhere the flag masks what is written.
+    numel = 4 * BLOCK
+    shard, state = new_shard(variant, numel), new_state(variant)
+    REFERENCE.split_main(shard, initial(numel))
+    (grad,) = gradients(variant, 1, numel)
+    table = Segments.build(numel, [Segment(start=0)])
+    results = []
+    for norm2 in (torch.nan, 1.0):
+        before = snapshot(shard)
+        REFERENCE.prepare(state, torch.full((1,), norm2, dtype=torch.float64), 0.0, None)
+        rows = step_module._look_up(table, state, slice(0, numel), masked=True)
+        step_module._step_slice(shard, grad, rows, state)
+        after = snapshot(shard)
+        results.append([equal_bits(before[name], after[name]) for name in after])
+    assert all(results[0])
+    assert not any(results[1])
+
+
+@pytest.mark.parametrize("variant", [DEFAULT, COMPACT], ids=["default", "compact"])
 def test_copies_of_a_parameter_stay_equal(variant: Variant) -> None:
     key = rounding_key("lm_head.weight")
     # Once at the start of a shard, once behind another parameter in a larger one.
@@ -245,12 +266,10 @@ def test_lr_0_moves_no_weight() -> None:
 def test_a_slice_border_within_a_shard_makes_no_difference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from cuda_ops.reference import step as module
-
     numel = 4 * 2048
     table = [Segment(start=0, key=1), Segment(start=2048 + 64, key=2, group=1)]
     whole = snapshot(stepped(COMPACT, table, numel))
-    monkeypatch.setattr(module, "_CPU_SLICE", 2048)
+    monkeypatch.setattr(step_module, "_CPU_SLICE", 2048)
     for name, value in snapshot(stepped(COMPACT, table, numel)).items():
         assert equal_bits(value, whole[name]), name
 

@@ -1,4 +1,7 @@
-"""Shards in every storage, stepped by any implementation, and their bits compared."""
+"""Shards in every storage, stepped by any implementation, and their bits compared.
+
+The tests use it on the CPU, the check of a card on the card.
+"""
 
 from __future__ import annotations
 
@@ -76,24 +79,24 @@ SEGMENTS = (
 )
 
 
-def new_state(variant: Variant) -> StepState:
+def new_state(variant: Variant, device: torch.device | str = "cpu") -> StepState:
     """Return a state with two groups of different hyperparameters."""
-    state = StepState.allocate(variant.algorithm, 2)
+    state = StepState.allocate(variant.algorithm, 2, device=device)
     for row, values in enumerate(HYPER[variant.algorithm]):
         for column, value in values.items():
             state.hyper[row, column] = value
     return state
 
 
-def new_shard(variant: Variant, numel: int = NUMEL) -> Shard:
+def new_shard(variant: Variant, numel: int = NUMEL, device: torch.device | str = "cpu") -> Shard:
     """Return a shard of zeros; fp32 main weights have bf16 weights beside them."""
-    shard = Shard.allocate(
-        numel, main=variant.main, exp_avg=variant.first, exp_avg_sq=variant.second
-    )
-    return (
-        replace(shard, weight=torch.zeros(numel, dtype=torch.bfloat16))
-        if (variant.main == Main.FP32)
-        else shard
+    return Shard.allocate(
+        numel,
+        main=variant.main,
+        exp_avg=variant.first,
+        exp_avg_sq=variant.second,
+        weight=torch.zeros(numel, dtype=torch.bfloat16, device=device),
+        device=device,
     )
 
 
@@ -132,52 +135,71 @@ def initial(numel: int = NUMEL) -> Tensor:
 
 Result = dict[str, Tensor]
 
+TENSORS = ("weight", "rest", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
 
-def train(
-    implementation: Any, variant: Variant, *, steps: int = 3, shards: int = 1, numel: int = NUMEL
-) -> Result:
-    """Step a model of ``shards`` shards and return all tensors, concatenated over the shards.
+
+@dataclass(frozen=True)
+class Run:
+    """How a model is trained.
+
+    Args:
+        steps: How many; the second one of them is skipped.
+        shards: Into how many shards of whole chunks the model is cut.
+        numel: Elements of the whole model.
+        device: Where it lies.
+    """
+
+    steps: int = 3
+    shards: int = 1
+    numel: int = NUMEL
+    device: str = "cpu"
+
+
+def train(implementation: Any, variant: Variant, run: Run | None = None, **options: Any) -> Result:
+    """Step a model and return all its tensors on the CPU, concatenated over the shards.
 
     Args:
         implementation: A ``Library`` or the ``Reference``.
         variant: What to step.
-        steps: How many.
-        shards: Into how many shards of whole chunks it is cut.
-        numel: Elements of the whole model.
+        run: How; or the fields of ``Run`` by name.
+        options: See ``run``.
     """
-    size = numel // shards
-    weights = initial(numel)
-    state = new_state(variant)
+    run = run or Run(**options)
+    size = run.numel // run.shards
+    weights = initial(run.numel)
+    state = new_state(variant, run.device)
     tables, parts = [], []
-    for begin in range(0, numel, size):
-        tables.append(Segments.build(size, cut(SEGMENTS, begin, begin + size)))
-        parts.append(new_shard(variant, size))
-        implementation.split_main(parts[-1], weights[begin : begin + size].clone())
-    norm2 = torch.empty(1, dtype=torch.float64)
-    scale = torch.tensor([0.25])
-    partials = torch.empty(chunks_of(numel), dtype=torch.float64)
-    for grad in gradients(variant, steps, numel):
-        pieces = [piece.clone() for piece in grad.split(size)]
-        outs = [torch.empty(chunks_of(size), dtype=torch.float64) for _ in pieces]
+    for begin in range(0, run.numel, size):
+        part = cut(SEGMENTS, begin, begin + size)
+        tables.append(Segments.build(size, part, device=run.device))
+        parts.append(new_shard(variant, size, run.device))
+        implementation.split_main(parts[-1], weights[begin : begin + size].clone().to(run.device))
+    norm2 = torch.empty(1, dtype=torch.float64, device=run.device)
+    scale = torch.tensor([0.25], device=run.device)
+    partials = torch.empty(0)
+    for grad in gradients(variant, run.steps, run.numel):
+        pieces = [piece.clone().to(run.device) for piece in grad.split(size)]
+        outs = [norm2.new_empty(chunks_of(size)) for _ in pieces]
         for piece, table, out in zip(pieces, tables, outs, strict=True):
             implementation.sum_of_squares(piece, table, out)
         partials = torch.cat(outs)
         implementation.reduce_partials(partials, norm2)
         implementation.prepare(state, norm2, 1e-4, scale)
-        for part, piece, table in zip(parts, pieces, tables, strict=True):
-            implementation.step(part, piece, table, state)
+        for shard, piece, table in zip(parts, pieces, tables, strict=True):
+            implementation.step(shard, piece, table, state)
     result = {f"state.{f.name}": getattr(state, f.name) for f in fields(state)[1:]}
     result |= {"partials": partials, "norm2": norm2}
-    for name in ("weight", "rest", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"):
-        tensors = [getattr(part, name) for part in parts]
+    for name in TENSORS:
+        tensors = [getattr(shard, name) for shard in parts]
         if tensors[0] is not None:
             result[name] = torch.cat([t.view(torch.uint8) for t in tensors])
-    return result
+    return {name: tensor.cpu() for name, tensor in result.items()}
 
 
 def differences(left: Result, right: Result) -> list[str]:
     """Return the names of tensors whose bits differ."""
-    assert left.keys() == right.keys()
+    if left.keys() != right.keys():
+        raise ValueError(f"{left.keys()} and {right.keys()} cannot be compared")
     return [name for name in left if not equal_bits(left[name], right[name])]
 
 
@@ -189,12 +211,13 @@ def equal_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def compare(
-    left: Any, right: Any, which: Sequence[Variant], **options: int
+    left: Any, right: Any, which: Sequence[Variant], run: Run | None = None, **options: Any
 ) -> dict[str, list[str]]:
-    """Train all variants with both implementations; return what differs, by variant."""
+    """Train all variants with both implementations on one device; return what differs."""
+    run = run or Run(**options)
     found = {}
     for variant in which:
-        different = differences(train(left, variant, **options), train(right, variant, **options))
+        different = differences(train(left, variant, run), train(right, variant, run))
         if different:
             found[str(variant)] = different
     return found
