@@ -28,7 +28,7 @@ def build_wheel(folder: Path, **variables: str) -> subprocess.CompletedProcess[s
     (source / "goose_strategy" / "autoload").mkdir()
     ignore = shutil.ignore_patterns("__pycache__", "lib")
     shutil.copytree(ROOT / "cuda_ops", source / "cuda_ops", ignore=ignore)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     return subprocess.run(
         [sys.executable, "-c", BUILD, str(folder)],

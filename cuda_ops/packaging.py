@@ -1,7 +1,7 @@
-"""Builds the libraries of cuda_ops into a wheel or an editable install, as far as compilers allow.
+"""Builds the libraries into a wheel or an editable install, as far as compilers allow.
 
-``CUDA_OPS=auto|cpu|cuda|off`` says what must be built; see cuda_ops/build.py. All other settings
-are in pyproject.toml.
+``CUDA_OPS=auto|cpu|cuda|off`` says what must be built; see cuda_ops/build.py. pyproject.toml names
+these commands to setuptools, which loads this file by its path.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-ROOT = Path(__file__).parent.resolve()
+ROOT = Path(__file__).parents[1].resolve()
 sys.path.insert(0, str(ROOT))  # An isolated build does not see the package that it builds.
 
 from cuda_ops.build import build_what_is_possible  # noqa: E402
@@ -36,12 +35,9 @@ class WheelOfAPlatform(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         """Return the tag: that of pure Python where nothing was compiled."""
-        built = Path(self.bdist_dir) / "cuda_ops" / "lib"
+        built = Path(str(self.bdist_dir)) / "cuda_ops" / "lib"
         if not any((built / library_name(kind)).is_file() for kind in ("cpu", "cuda")):
             return super().get_tag()
         self.root_is_pure = False
         *_, platform = super().get_tag()
         return "py3", "none", platform
-
-
-setup(cmdclass={"build_py": BuildWithLibraries, "bdist_wheel": WheelOfAPlatform})
