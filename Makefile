@@ -1,6 +1,6 @@
 # make train   install, then train the quickstart on 8 CPU ranks
 # make real    install, then fine-tune a pretrained model in two layouts beside one process
-# make presets install, then draw the losses of every preset of the optimizer (6 minutes)
+# make presets install, then draw the losses of every preset of the optimizer (15 minutes)
 # make parity  install, then compare every combination of schedules with one process (10 minutes)
 # make test    install, then lint, types, structure and all tests
 #

@@ -1,6 +1,6 @@
 """Does a small Llama learn as well where its optimizer keeps fewer bits?
 
-    python recipes/presets.py                      # seven runs of 1200 steps, six minutes
+    python recipes/presets.py                      # seven runs of 1200 steps, 15 minutes
     python recipes/presets.py --steps=60 --folder=runs/try
 
 Three seeds in fp32 say how far apart runs are anyway; every preset is one run in bf16-true with the
