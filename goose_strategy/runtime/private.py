@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from goose_strategy.privacy.ledger import Ledger
     from goose_strategy.runtime.batch import Batch
     from goose_strategy.runtime.handle import Handle
+    from goose_strategy.runtime.model import ShardedModel
     from goose_strategy.runtime.settings import RuntimeConfig
 
 
@@ -269,6 +270,37 @@ def check_private(
         raise ConfigError(
             "clipping='per_stage' cannot bound a weight whose copies lie on two ranks: both parts "
             "add up. Untie the head, freeze it, or use clipping='flat'."
+        )
+
+
+def ledger_for(
+    ledger: Ledger | None, models: Sequence[ShardedModel], module: nn.Module
+) -> Ledger | None:
+    """Return the privacy of a module that is set up; only one is trained under it.
+
+    Raises:
+        ConfigError: If another one is there already.
+    """
+    alive = [model for model in models if not model.closed]
+    if ledger is not None and alive:
+        raise ConfigError(
+            f"privacy=... covers one module, and {type(alive[0].module).__name__} is set up "
+            f"already; set {type(module).__name__} up with a strategy of its own."
+        )
+    return ledger
+
+
+def refuse_clipping(ledger: Ledger | None) -> None:
+    """Refuse to clip what is private, or shall be.
+
+    Raises:
+        ConfigError: If there is a ledger.
+    """
+    if ledger is not None:
+        raise ConfigError(
+            "gradient_clip_val (clip_gradients) cannot be used with privacy=...: every sample is "
+            "clipped to max_grad_norm, and the sum must not be read before it has its noise; "
+            "leave it out."
         )
 
 

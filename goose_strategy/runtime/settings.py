@@ -44,9 +44,10 @@ class RuntimeConfig:
 
         Raises:
             ConfigError: If a size is no positive whole number, the schedule is for another ``pp``,
-                a listed partition does not name one count per stage, or ``recompute="full"`` has no
-                stages.
+                a listed partition does not name one count per stage, ``recompute="full"`` has no
+                stages, or private training would have rounded sums.
         """
+        self._check_privacy()
         whole(tp=self.tp, pp=self.pp)
         at_least(1, tp=self.tp, pp=self.pp)
         if self.pp == 1 and self.pipeline.recompute == "full":
@@ -65,3 +66,13 @@ class RuntimeConfig:
                 f"partition={list(partition)} lists {len(partition)} stages but "
                 f"{chunks.describe()}; list one number of layers per stage."
             )
+
+    def _check_privacy(self) -> None:
+        if self.privacy is None:
+            return
+        for name, value in (("grads", self.zero.grads), ("wire", self.zero.wire)):
+            if value != "fp32":
+                raise ConfigError(
+                    f"{name}={value!r} rounds sums of clipped gradients, whose size the noise "
+                    f"relies on; private training takes {name}='fp32'."
+                )

@@ -172,6 +172,7 @@ class MeshSession(Session):
 
     def finish(self) -> Record:
         """Record the parameters; return all that was recorded."""
+        self.runtime.synchronize_parameters()
         parameters = {name: p.detach() for name, p in self.model.named_parameters()}
         self.record.parameters = self.pieces(parameters)
         return self.record
