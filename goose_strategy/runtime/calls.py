@@ -56,8 +56,9 @@ def connect_calls(model: ShardedModel, watchdog: Watchdog | None, undo: ExitStac
         if part is not None:
             config = model.config.pipeline if surgery.plan is None else surgery.plan.config
             pipeline = PipelineCall(model, part, config, watchdog, private)
-        kind = PrivateForward if part is not None else DirectForward
-        kind = PipelinedForward if surgery.part is not None else kind
+        kind: type[DirectForward | PipelinedForward] = DirectForward
+        if part is not None:
+            kind = PrivateForward if surgery.part is None else PipelinedForward
         _patch(lm, kind(model, lm.forward), undo)
         if model.mesh.tp is not None or surgery.part is not None:
             vars(lm)["__deepcopy__"] = partial(refuse_copy, type(lm).__name__)

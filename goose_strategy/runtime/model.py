@@ -208,8 +208,7 @@ class ShardedModel:
         self.close()
 
     def _install(self, *, hook_forward: bool) -> None:
-        calls = connect_calls(self, self._watchdog, self._undo)
-        self._pipeline, self._private = calls.pipeline, calls.private
+        self._pipeline, self._private = connect_calls(self, self._watchdog, self._undo)
         if hook_forward:
             handle = self.module.register_forward_pre_hook(self._before_call)
             self._undo.callback(handle.remove)
@@ -239,15 +238,12 @@ class ShardedModel:
         self._detach()
         self.optimizers = list(optimizers)
         reducer = self._build_reducer(owned)
-        self.shards = [
-            self._shards_for(reducer, o, native=n)
-            for o, n in zip(self.optimizers, native, strict=True)
-        ]
+        pairs = zip(self.optimizers, native, strict=True)
+        self.shards = [self._shards_for(reducer, o, n) for o, n in pairs]
 
-    def _shards_for(self, reducer: Reducer, optimizer: Optimizer, *, native: bool) -> WatchedShards:
-        shards = WatchedShards(reducer, optimizer, self.watch, native=native)
-        shards.privatize = None if self._private is None else self._private.privatize
-        return shards
+    def _shards_for(self, reducer: Reducer, optimizer: Optimizer, native: bool) -> WatchedShards:  # noqa: FBT001
+        privatize = None if self._private is None else self._private.privatize
+        return WatchedShards(reducer, optimizer, self.watch, native=native, privatize=privatize)
 
     def add(self, optimizer: Optimizer) -> None:
         """Attach one more optimizer; those attached before keep their state. Collective.
@@ -261,7 +257,7 @@ class ShardedModel:
         strip_placeholders([optimizer])
         self._owned([*self.optimizers, optimizer])
         (native,) = native_on_any_rank([optimizer], self.config.zero, self.mesh)
-        self.shards.append(self._shards_for(self.reducer, optimizer, native=native))
+        self.shards.append(self._shards_for(self.reducer, optimizer, native))
         self.optimizers.append(optimizer)
 
     def _owned(self, optimizers: Sequence[Optimizer]) -> dict[str, tuple[int, int]]:

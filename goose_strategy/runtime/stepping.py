@@ -34,16 +34,20 @@ class WatchedShards(ZeroShards):
         optimizer: The user's optimizer.
         watch: Guards a block by a deadline.
         native: Whether `cuda_ops` steps it; see `ZeroShards`.
-
-    Attributes:
-        privatize: Makes reduced gradients private before they are stepped.
+        privatize: Makes reduced gradients private before they are stepped, if they are to be.
     """
 
     def __init__(
-        self, reducer: Reducer, optimizer: Optimizer, watch: Watch, *, native: bool | None = None
+        self,
+        reducer: Reducer,
+        optimizer: Optimizer,
+        watch: Watch,
+        *,
+        native: bool | None = None,
+        privatize: Callable[[Sequence[Bucket]], None] | None = None,
     ) -> None:
         self._watch = watch
-        self.privatize: Callable[[Sequence[Bucket]], None] | None = None
+        self._privatize = privatize
         super().__init__(reducer, optimizer, native=native)
 
     @override
@@ -56,8 +60,8 @@ class WatchedShards(ZeroShards):
     def _hide_params(self) -> None:
         # The gradients are reduced here, and nobody has read them: the one place for the noise,
         # behind a closure that computes them and before any kind of step.
-        if self.privatize is not None:
-            self.privatize(self.gradient_buckets())
+        if self._privatize is not None:
+            self._privatize(self.gradient_buckets())
         super()._hide_params()
 
     @override
