@@ -29,6 +29,7 @@ class WholeStage(PipelineStage):
         self.num_stages = 1
         self.layers = range(0)
         self.cut_in = self.cut_out = ()
+        self.loss_scale = None
         # Kept from now, because the runtime puts its own forward in the place of the model's.
         self._forward = module.forward
         self._settings = call_settings(module)

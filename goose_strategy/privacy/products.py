@@ -31,7 +31,7 @@ class Products:
     """
 
     norm: Literal["mixed", "ghost", "instantiate"] = "mixed"
-    _kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _kept: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
 
     def ghost(self, tokens: int, width: int, out: int) -> bool:
         """Tell whether products of tokens take less than the gradients themselves."""
@@ -41,12 +41,12 @@ class Products:
 
     def gram(self, x: Tensor) -> Tensor:
         """Return ``x @ x.mT`` in at least fp32, ``[rows, tokens, tokens]``."""
-        for known, product in self._kept:
-            if _same(known, x):
+        for known, version, product in self._kept:
+            if _same(known, x) and version == version_of(x):
                 return product
         wider = x.to(wide(x.dtype))
         product = wider @ wider.mT
-        self._kept = [(x, product)]
+        self._kept = [(x, version_of(x), product)]
         return product
 
     def forget(self) -> None:
@@ -61,7 +61,6 @@ def _same(one: Tensor, other: Tensor) -> bool:
         and one.shape == other.shape
         and one.stride() == other.stride()
         and one.dtype is other.dtype
-        and version_of(one) == version_of(other)
     )
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from goose_strategy.mesh.shard import ShardSpec
+from goose_strategy.optim.config import ZeroConfig
 from goose_strategy.privacy.noise import Noise, root_from
 from goose_strategy.privacy.release import noise_name
+from goose_strategy.runtime.settings import RuntimeConfig
 from tests.harness.models import Batch, rows_of
 from tests.harness.worker import Context
 from tests.harness.world import run_ranks
@@ -54,7 +56,7 @@ def expected(case: PrivateCase, spec: ShardSpec, tp_rank: int) -> Tensor:
     name = spec.tie if spec.tie is not None else spec.name
     if spec.is_sharded and case.tp > 1:
         name = f"{name}|tp{tp_rank}/{case.tp}"
-    field = torch.zeros(spec.numel, dtype=torch.float64)
+    field = torch.zeros(spec.numel, dtype=torch.promote_types(spec.dtype, torch.float32))
     Noise(root_from(SEED)).add(field, 1.0, name=name, step=1, start=0)
     return field.view(spec.local_shape)
 
@@ -76,6 +78,40 @@ def assert_noise(case: PrivateCase, ranks: list[Seen]) -> None:
 def test_noise_is_what_the_names_ask_for_on_every_mesh(mesh: dict[str, object]) -> None:
     case = noisy(**mesh)
     assert_noise(case, noisy_call(case))
+
+
+@dataclass(frozen=True)
+class PresetCase(PrivateCase):
+    """A case whose optimizer keeps its state in some precision.
+
+    Attributes:
+        preset: See `ZeroConfig`.
+    """
+
+    preset: str = "default"
+
+    def config(self) -> RuntimeConfig:
+        """Return the settings of the mesh."""
+        zero = ZeroConfig(bucket_numel=4096, preset=self.preset)  # type: ignore[arg-type]
+        return replace(super().config(), zero=zero)
+
+
+@pytest.mark.parametrize("preset", ["fp32", "default", "compact"])
+def test_every_kind_of_step_gets_the_noise(preset: str) -> None:
+    """torch's kernels step some states and ours the others: both read noisy gradients."""
+    case = PresetCase(
+        family="qwen3", tied=True, pp=2, dp=2, dtype=torch.bfloat16, preset=preset
+    ).clipped_at(LIMIT, noise_multiplier=SIGMA, logical_batch_size=DIVISOR, noise_seed=SEED)
+    ranks = noisy_call(case)
+    assemble([seen.noised for seen in ranks], "noised sums")
+    quiet = noisy_call(case.clipped_at(LIMIT, noise_multiplier=0.0))
+    for seen, still in zip(ranks, quiet, strict=True):
+        moved = 0
+        for name, (spec, noise) in drawn(seen).items():
+            wanted = expected(case, spec, 0)
+            assert torch.allclose(noise, wanted, rtol=0, atol=1e-4), f"noise of {name}"
+            moved += int(not torch.equal(seen.parameters[name][1], still.parameters[name][1]))
+        assert moved > 0.9 * len(seen.noised), "the step did not read the noise"
 
 
 def test_noise_has_its_size_for_every_kind_of_parameter_and_rank() -> None:

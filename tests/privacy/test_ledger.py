@@ -1,0 +1,195 @@
+"""What a run has promised: the order of its steps, its noise, its resume."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from goose_strategy.errors import CheckpointError, ConfigError, PrivacyError
+from goose_strategy.privacy.config import PrivacyConfig
+from goose_strategy.privacy.ledger import Ledger
+from tests.harness.worker import Context
+from tests.harness.world import run_ranks
+
+CONFIG = PrivacyConfig(
+    noise_multiplier=1.0, logical_batch_size=10, target_delta=1e-5, accountant="rdp"
+)
+
+
+def ledger_of(**settings: Any) -> Ledger:
+    return Ledger(replace(CONFIG, **settings), None)
+
+
+def step(ledger: Ledger, draw: int) -> None:
+    ledger.begin_call(torch.tensor([draw, 0]))
+    ledger.check_factor(1.0)
+    ledger.note_released()
+    ledger.begin_step()
+
+
+def test_a_step_is_one_call_and_one_noise() -> None:
+    ledger = ledger_of(max_grad_norm=2.0)
+    assert ledger.know_data(100) == 0.1
+    for draw in (1, 2, 3):
+        step(ledger, draw)
+    assert ledger.steps == 3
+    assert ledger.epsilon() == ledger.epsilon(1e-5)
+    ledger.begin_call(torch.tensor([4]))
+    ledger.note_released()
+    assert ledger.begin_step() == 2.0
+
+
+def test_an_empty_draw_is_a_step() -> None:
+    ledger = ledger_of()
+    ledger.know_data(100)
+    step(ledger, 0)
+    step(ledger, 0)
+    assert ledger.steps == 2
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0, torch.tensor(0.999)])
+def test_a_scaled_loss_is_refused(factor: Any) -> None:
+    with pytest.raises(PrivacyError, match="was multiplied by"):
+        ledger_of().check_factor(factor)
+
+
+def test_no_step_comes_after_the_last() -> None:
+    ledger = ledger_of(noise_multiplier=None, target_epsilon=5.0, steps=2)
+    ledger.know_data(100)
+    assert ledger.sigma is not None
+    step(ledger, 1)
+    step(ledger, 2)
+    assert 0 < (ledger.epsilon() or 0) <= 5.0
+    with pytest.raises(PrivacyError, match="all steps=2 are taken"):
+        ledger.begin_call(torch.tensor([3]))
+
+
+def test_noise_that_hangs_on_the_data_is_not_known_before_it() -> None:
+    ledger = ledger_of(noise_multiplier=None, target_epsilon=5.0, steps=2)
+    ledger.note_released()
+    with pytest.raises(PrivacyError, match="the noise is not known"):
+        ledger.begin_step()
+    with pytest.raises(ConfigError, match="not known yet"):
+        ledger.draw(replicas=1, replica=0, multiple=1)
+
+
+def test_data_that_does_not_fit_is_refused() -> None:
+    ledger = ledger_of()
+    with pytest.raises(ConfigError, match="logical_batch_size=10 is more than the 9"):
+        ledger.know_data(9)
+    ledger.know_data(100)
+    ledger.know_data(100)
+    with pytest.raises(ConfigError, match="a second data set"):
+        ledger.know_data(101)
+
+
+def test_no_claim_without_poisson_sampling_or_with_a_known_seed() -> None:
+    for settings in ({"sampling": "none"}, {"noise_seed": 3}):
+        assert ledger_of(**settings).epsilon() is None
+    with pytest.raises(ConfigError, match="delta=None"):
+        ledger_of(target_delta=None).epsilon()
+    with pytest.raises(ConfigError, match="delta=2"):
+        ledger_of().epsilon(2)
+
+
+def test_no_noise_is_no_privacy() -> None:
+    ledger = ledger_of(noise_multiplier=0.0, max_grad_norm=math.inf)
+    ledger.know_data(100)
+    ledger.begin_call(torch.tensor([1]))
+    ledger.note_released()
+    assert ledger.begin_step() == 0.0
+    assert ledger.epsilon() == math.inf
+
+
+def test_a_resumed_run_goes_on() -> None:
+    first = ledger_of()
+    first.know_data(100)
+    step(first, 1)
+    state = first.state_dict()
+    second = ledger_of()
+    second.check_resume(state)
+    second.load_state_dict(state)
+    second.know_data(100)
+    step(second, 1)
+    step(first, 2)
+    assert second.steps == first.steps == 2
+    assert second.epsilon() == first.epsilon()
+
+
+def test_the_root_is_in_no_checkpoint_and_fresh_after_a_resume() -> None:
+    first = ledger_of()
+    first.know_data(100)
+    assert first._root.hex() not in repr(first.state_dict())
+    assert repr(first._root) not in repr(first.state_dict())
+    assert ledger_of()._root != first._root
+    assert ledger_of(noise_seed=1)._root == ledger_of(noise_seed=1)._root
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"noise_multiplier": 0.9},
+        {"max_grad_norm": 2.0},
+        {"logical_batch_size": 5},
+        {"clipping": "automatic"},
+        {"accountant": "prv"},
+        {"sampling": "none"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("data_first", [False, True])
+def test_a_resume_with_other_settings_is_refused(changed: Any, data_first: bool) -> None:
+    first = ledger_of()
+    first.know_data(100)
+    step(first, 1)
+    state = first.state_dict()
+    second = ledger_of(**changed)
+    if data_first:
+        second.know_data(100)
+    with pytest.raises(CheckpointError, match=next(iter(changed))):
+        second.check_resume(state)
+    allowed = ledger_of(**changed, allow_privacy_change=True)
+    allowed.check_resume(state)
+    allowed.load_state_dict(state)
+
+
+def test_a_resume_with_other_data_is_refused() -> None:
+    first = ledger_of()
+    first.know_data(100)
+    state = first.state_dict()
+    second = ledger_of()
+    second.check_resume(state)
+    second.load_state_dict(state)
+    with pytest.raises(CheckpointError, match="sample_rate"):
+        second.know_data(200)
+
+
+def test_a_checkpoint_that_was_not_private_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"privacy=True \(checkpoint: False\)"):
+        ledger_of().check_resume(None)
+    ledger_of(allow_privacy_change=True).check_resume(None)
+
+
+def test_clipped_samples_are_counted() -> None:
+    ledger = ledger_of(max_grad_norm=1.0)
+    assert ledger.clipped is None
+    ledger.stats.norms.append(torch.tensor([0.5, 2.0, 3.0]))
+    ledger.stats.masks.append(torch.tensor([1.0, 1.0, 0.0]))
+    assert float(ledger.clipped or 0) == 0.5
+
+
+def shared_root(ctx: Context) -> tuple[bytes, float]:
+    import torch.distributed as dist
+
+    ledger = Ledger(CONFIG, dist.group.WORLD)
+    ledger.know_data(100)
+    return ledger._root, ledger.sigma or 0.0
+
+
+def test_all_ranks_have_one_root() -> None:
+    results = run_ranks(shared_root, 2)
+    assert results[0] == results[1]
