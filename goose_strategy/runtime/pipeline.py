@@ -107,6 +107,8 @@ class PipelineCall:
             count = TokenCount.of(batches, group)
         with ExitStack() as stack:
             stack.enter_context(model.counting(count))
+            if private is not None:
+                stack.enter_context(model.surgery.by_sample.inside())
             if (head := model.surgery.head) is not None:
                 stack.enter_context(head.local(not (own_loss or want_logits)))
             result, call = self._run(microbatches, train=train, want_logits=want_logits)

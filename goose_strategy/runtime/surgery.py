@@ -37,6 +37,7 @@ from goose_strategy.pipeline_parallel.recompute import choose_modules, recompute
 from goose_strategy.pipeline_parallel.stage import ModelPart, cut_model
 from goose_strategy.pipeline_parallel.whole import whole_part
 from goose_strategy.privacy.classes import tell_samples_apart
+from goose_strategy.runtime.counting import SampleSwitch
 from goose_strategy.runtime.planning import Subject, plan_pipeline
 from goose_strategy.runtime.private import check_private
 from goose_strategy.tensor_parallel.defer import defer_weight_gradients
@@ -71,6 +72,7 @@ class Surgery:
         aliases: Name of a tied weight -> the further names that a plain state dict has for it.
         whole: The model as the only stage, where calls run a schedule at ``pp=1``.
         positions: Whether the model looks up something for positions, too.
+        by_sample: Whether the models' losses are sums over samples now.
         trains: Whether any parameter of the whole module is trainable.
         emptied: Modules whose own parameters live on other stages.
         reversals: What puts the model back, last one first.
@@ -84,6 +86,7 @@ class Surgery:
     aliases: dict[str, list[str]] = field(default_factory=dict)
     whole: ModelPart | None = None
     positions: bool = False
+    by_sample: SampleSwitch = field(default_factory=SampleSwitch)
     trains: bool = False
     emptied: list[nn.Module] = field(default_factory=list)
     reversals: list[Callable[[], None]] = field(default_factory=list)
@@ -171,7 +174,7 @@ def operate(
             head[1] if head else None,
             gather_logits=gather,
             count=count,
-            per_sample=config.privacy is not None,
+            per_sample=None if config.privacy is None else surgery.by_sample,
         )
         surgery.reversals.append(install_loss(lm, loss))
     _change_layers(surgery, models or [("", module)], again, config)

@@ -99,7 +99,7 @@ def causal_lm_loss(
     *,
     gather_logits: bool = False,
     count: Callable[[], Tensor | float | None] | None = None,
-    per_sample: bool = False,
+    per_sample: Callable[[], bool] | None = None,
 ) -> CausalLMLoss:
     """Build the loss that fits a head.
 

@@ -157,14 +157,15 @@ class CausalLMLoss:
         reuse_logits: Overwrite local logits with their gradient, for callers that drop them.
         count: Gives the denominator of calls without ``num_items_in_batch``; called as late as
             possible, so that a sum over dp may still be under way. ``None`` from it counts as none.
-        per_sample: Return the sum over the rows of each one's mean over its own tokens: no row's
-            share depends on another row. A row whose loss is not finite counts as zero.
+        per_sample: Tells whether a call returns the sum over the rows of each one's mean over its
+            own tokens: no row's share depends on another row. A row whose loss is not finite counts
+            as zero.
     """
 
     vocabulary: VocabSlice | None = None
     reuse_logits: bool = False
     count: Callable[[], Tensor | float | None] | None = None
-    per_sample: bool = False
+    per_sample: Callable[[], bool] | None = None
 
     def __call__(
         self,
@@ -205,7 +206,7 @@ class CausalLMLoss:
         vocabulary = mine if mine is not None and local else VocabSlice.whole(width)
         targets = shift_labels.reshape(-1).to(logits.device)
         _check_targets(targets, vocabulary.size, ignore_index)
-        if self.per_sample:
+        if self.per_sample is not None and self.per_sample():
             losses = vocab_parallel_cross_entropy(
                 logits.reshape(-1, width),
                 targets,

@@ -15,6 +15,8 @@ PUBLIC = [
     "PipelineConfig",
     "PipelineEvent",
     "PipelineStep",
+    "PrivacyConfig",
+    "PrivacyMonitor",
     "RuntimeConfig",
     "TensorConfig",
     "TimelineRecorder",

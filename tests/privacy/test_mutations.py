@@ -138,7 +138,7 @@ def one_mean_over_tokens(_: ParallelMesh) -> Iterator[None]:
     call = CausalLMLoss.__call__
 
     def wrong(self: CausalLMLoss, *args: Any, **kwargs: Any) -> Tensor:
-        return call(replace(self, per_sample=False), *args, **kwargs)
+        return call(replace(self, per_sample=None), *args, **kwargs)
 
     with patch.object(CausalLMLoss, "__call__", wrong):
         yield

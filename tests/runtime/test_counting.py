@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from goose_strategy.runtime.counting import TokenCount
+from goose_strategy.runtime.counting import SampleSwitch, TokenCount
 from tests.harness.models import batches, rows_of
 from tests.harness.worker import Context
 from tests.harness.world import run_ranks
@@ -60,3 +60,13 @@ def test_replicas_count_together() -> None:
         {"values": [alone, 3, 3, 1], "warned": [0, 1]},
         {"values": [alone, 3, 3, 1], "warned": [0, 1]},
     ]
+
+
+def test_a_private_call_is_known_inside_of_it_only() -> None:
+    switch = SampleSwitch()
+    assert not switch()
+    with switch.inside():
+        with switch.inside():
+            assert switch()
+        assert switch()
+    assert not switch()
