@@ -162,6 +162,11 @@ class Ledger:
                 f"sampler), and hand {MASK} to the model with the rest of the batch; or set "
                 "sampling='none'."
             )
+        if self.rate is None:
+            raise PrivacyError(
+                "the training loader was not set up by the strategy (fabric.setup_dataloaders, or "
+                "the Trainer), so the sampling rate is not known and no step could be counted."
+            )
         number = int(mark.max())
         if number and number <= self._last_draw:
             raise PrivacyError(

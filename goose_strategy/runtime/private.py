@@ -65,6 +65,7 @@ class PrivateTraining:
             link=self._link(named),
             dtype=model.surgery.loss_dtype,
         )
+        self._known = {id(param) for param in named.values()}
         for name, param in named.items():
             handle = param.register_hook(partial(self._check_gradient, name))
             self._undo.callback(handle.remove)
@@ -142,6 +143,7 @@ class PrivateTraining:
                 "(no_backward_sync, accumulate_grad_batches); a logical batch may be as large as "
                 "wanted, num_microbatches bounds the memory."
             )
+        self._refuse_thawed()
         marks = [batch.get(MASK) for batch in batches]
         known = [mark for mark in marks if mark is not None]
         whole = torch.cat(known) if len(known) == len(marks) else None
@@ -161,6 +163,19 @@ class PrivateTraining:
                     microbatch[name] = labels.masked_fill(gone, IGNORED)
         self.clipping.masks = masks
         return microbatches
+
+    def _refuse_thawed(self) -> None:
+        """Refuse parameters that were frozen at the set-up: nothing clips their gradients.
+
+        Raises:
+            PrivacyError: If there is one; names it.
+        """
+        for name, param in self._model.module.named_parameters():
+            if param.requires_grad and id(param) not in self._known:
+                raise PrivacyError(
+                    f"{name} was frozen when the module was set up, so its gradient would not be "
+                    "clipped; set the module up again after thawing it."
+                )
 
     def _filled(self, batch: Batch) -> Batch:
         """Return a batch with a mark for every row, and positions for every row where needed."""

@@ -77,6 +77,13 @@ def test_noise_that_hangs_on_the_data_is_not_known_before_it() -> None:
         ledger.draw(replicas=1, replica=0, multiple=1)
 
 
+def test_marks_of_ones_own_do_not_stand_for_a_loader() -> None:
+    with pytest.raises(PrivacyError, match="the training loader was not set up"):
+        ledger_of().begin_call(torch.tensor([1]))
+    with pytest.raises(PrivacyError, match="carries no sample_mask"):
+        ledger_of().begin_call(None)
+
+
 def test_data_that_does_not_fit_is_refused() -> None:
     ledger = ledger_of()
     with pytest.raises(ConfigError, match="logical_batch_size=10 is more than the 9"):

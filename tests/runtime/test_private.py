@@ -101,6 +101,7 @@ def without_a_mark(runtime: Any, handle: Any, optimizer: Any) -> None:
 def one_draw_twice(runtime: Any, handle: Any, optimizer: Any) -> None:
     ledger = ledger_of(runtime)
     ledger.config = replace(ledger.config, sampling="poisson")
+    ledger.know_data(20)
     mark = torch.full((6,), 3)
     for _ in range(2):
         _backward(runtime, _call(handle, sample_mask=mark))
@@ -139,6 +140,12 @@ def a_second_optimizer(runtime: Any, handle: Any, optimizer: Any) -> None:
     runtime.attach_optimizers(handle.module, [optimizer, other])
 
 
+def a_norm_that_was_thawed(runtime: Any, handle: Any, optimizer: Any) -> None:
+    # It was frozen at the set-up, so its gradient would reach it by itself, unclipped.
+    handle.module.model.norm.weight.requires_grad_()
+    _call(handle)
+
+
 def a_second_module(runtime: Any, handle: Any, optimizer: Any) -> None:
     runtime.shard_module(tiny_model("llama"))
 
@@ -160,6 +167,7 @@ REFUSED: dict[Act, tuple[str, str]] = {
     a_kernel_past_the_layers: ("ScheduleError", "gate_proj.weight got a gradient"),
     flattened: ("ScheduleError", "before it is flattened"),
     a_second_optimizer: ("ConfigError", "2 optimizers"),
+    a_norm_that_was_thawed: ("PrivacyError", "model.norm.weight was frozen"),
     a_second_module: ("ConfigError", "covers one module"),
 }
 
@@ -181,7 +189,8 @@ def play(ctx: Context, acts: list[Act]) -> list[Outcome]:
 def _played(act: Act) -> Outcome:
     runtime = None
     try:
-        runtime, handle, optimizer = start(LLAMA)
+        case = replace(LLAMA, frozen=("model.norm",)) if act is a_norm_that_was_thawed else LLAMA
+        runtime, handle, optimizer = start(case)
         before = {n: p.detach().clone() for n, p in handle.module.named_parameters()}
         try:
             act(runtime, handle, optimizer)
