@@ -1,5 +1,6 @@
 # make train   install, then train the quickstart on 8 CPU ranks
 # make real    install, then fine-tune a pretrained model in two layouts beside one process
+# make presets install, then draw the losses of every preset of the optimizer (15 minutes)
 # make parity  install, then compare every combination of schedules with one process (10 minutes)
 # make test    install, then lint, types, structure and all tests
 #
@@ -16,7 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: venv train real parity test ops sanitize lint types structure lightning-compat clean
+.PHONY: venv train real presets parity test ops sanitize lint types structure lightning-compat clean
 
 venv: $(INSTALLED)
 
@@ -31,6 +32,10 @@ train: venv
 
 real: venv
 	GOOSE3D_REAL_STEPS=20 $(BIN)/python -m pytest -m real
+
+presets: venv
+	OMP_NUM_THREADS=1 $(BIN)/python recipes/presets.py
+	cp runs/presets/presets.png goose_strategy/optim/presets.png
 
 parity: venv
 	$(BIN)/python -m pytest -m full

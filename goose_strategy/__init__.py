@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from goose_strategy.errors import GooseError
     from goose_strategy.hub.pretrained import from_pretrained
     from goose_strategy.optim.config import ZeroConfig
+    from goose_strategy.optim.lion import Lion
     from goose_strategy.pipeline_parallel.config import PipelineConfig
     from goose_strategy.pipeline_parallel.hooks import (
         PipelineCallback,
@@ -32,6 +33,7 @@ __all__ = [
     "Goose3DProgressBar",
     "Goose3DStrategy",
     "GooseError",
+    "Lion",
     "ParallelRuntime",
     "PipelineCallback",
     "PipelineConfig",
@@ -51,6 +53,7 @@ __getattr__, __dir__ = lazy_exports(
         "Goose3DProgressBar": "goose_strategy.strategies.progress:Goose3DProgressBar",
         "Goose3DStrategy": "goose_strategy.strategies.pytorch:Goose3DStrategy",
         "GooseError": "goose_strategy.errors:GooseError",
+        "Lion": "goose_strategy.optim.lion:Lion",
         "ParallelRuntime": "goose_strategy.runtime.core:ParallelRuntime",
         "PipelineCallback": "goose_strategy.pipeline_parallel.hooks:PipelineCallback",
         "PipelineConfig": "goose_strategy.pipeline_parallel.config:PipelineConfig",

@@ -25,6 +25,7 @@ from goose_strategy.comm.host import (
     all_reduce_host,
     barrier_host,
     broadcast_host,
+    exchange_slices,
     reduce_scatter_host,
     run_deferred,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "exchange_flat",
     "recording",
     "reduce_scatter_flat",
 ]
@@ -188,6 +190,32 @@ def reduce_scatter_flat(
         return _begun(ScatterByExchange(flat, group), async_op=async_op)
     own = flat.view(group.size(), -1)[group.rank()]
     work = _reduce_scatter(own, flat, group=group, async_op=async_op)
+    return work if work is not None else DONE
+
+
+def exchange_flat(
+    received: Tensor, flat: Tensor, group: ProcessGroup | None, *, async_op: bool = False
+) -> Pending:
+    """Send slice ``i`` of ``flat`` to rank ``i`` of the group, and receive this rank's of everyone.
+
+    Args:
+        received: ``[group size * n]``, contiguous; slice ``i`` becomes what rank ``i`` sent.
+        flat: ``[group size * n]``, contiguous; it may not be changed before the wait.
+        group: Ranks that take part; ``None`` for this rank alone.
+        async_op: Return before the result is there.
+
+    Returns:
+        What to wait for before ``received`` is used.
+    """
+    if group is None:
+        received.copy_(flat)
+        return DONE
+    if ACTIVE:
+        _note(group, "exchange", flat)
+    peers = PEERS.get(group)
+    if peers is not None:
+        return _on_host(peers, partial(exchange_slices, peers, received, flat), async_op=async_op)
+    work = dist.all_to_all_single(received, flat, group=group, async_op=async_op)
     return work if work is not None else DONE
 
 

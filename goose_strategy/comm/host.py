@@ -197,6 +197,22 @@ def all_gather_host(peers: HostPeers, output: Tensor, shard: Tensor) -> None:
                 piece[other].copy_(boxes[other][:numel])
 
 
+def exchange_slices(peers: HostPeers, received: Tensor, flat: Tensor) -> None:
+    """Copy this rank's slice of every neighbour's tensor into ``received``, ordered by rank."""
+    flat, received = flat.detach(), received.detach()
+    width = flat.numel() // peers.size
+    step = HALF_BYTES // flat.element_size() // peers.size
+    sent, slices, me = flat.view(peers.size, width), received.view(peers.size, width), peers.rank
+    for start in range(0, width, step):
+        piece, place = sent[:, start : start + step], slices[:, start : start + step]
+        shape = piece.shape
+        boxes = [box[: piece.numel()].view(shape) for box in peers.boxes(flat.dtype)]
+        boxes[me].copy_(piece)
+        exchange(peers, "exchange", flat.dtype, shape[1])
+        for other, box in enumerate(boxes):
+            place[other].copy_(piece[me] if other == me else box[me])
+
+
 def broadcast_host(peers: HostPeers, tensor: Tensor, source: int) -> None:
     """Copy ``tensor`` of the neighbour at group rank ``source`` to all, in place."""
     flat = tensor.detach().view(-1)

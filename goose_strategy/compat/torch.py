@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store, distributed_c10d
+from torch.optim import Optimizer
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -83,6 +85,64 @@ def has_forward_hooks(module: nn.Module) -> bool:
     ``register_forward_hook`` is public; there is no public way to ask whether somebody called it.
     """
     return bool(module._forward_hooks)
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """torch's scaler over gradients that it cannot see: the search and the division are handed out.
+
+    ``GradScaler`` has no public place for that. Its own are ``_unscale_grads_``, which returns the
+    infinities it found by device, and ``_scale``, which does not exist before the first loss; a
+    pipeline has to know it before. Fused optimizers would unscale by themselves
+    (``_step_supports_amp_scaling``), which is not offered to them here.
+
+    Attributes:
+        unscale: Divides an optimizer's gradients and says whether they were finite; ``None`` for
+            optimizers it does not know, which torch then treats itself.
+    """
+
+    unscale: Callable[[Optimizer, Tensor], Tensor | None]
+
+    @classmethod
+    def over(
+        cls, scaler: torch.amp.GradScaler, unscale: Callable[[Optimizer, Tensor], Tensor | None]
+    ) -> ShardedGradScaler:
+        """Return a scaler with the settings and the state of another one.
+
+        Args:
+            scaler: The user's, or Lightning's.
+            unscale: See the class.
+        """
+        made = cls.__new__(cls)
+        vars(made).update(vars(scaler))
+        made.unscale = unscale
+        return made
+
+    def current(self, device: torch.device) -> Tensor | None:
+        """Return the scale, an fp32 scalar that no later update changes; ``None`` if disabled."""
+        if not self.is_enabled():
+            return None
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+        scale = self._scale
+        return None if scale is None else scale.clone()
+
+    @override
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found = self.unscale(optimizer, inv_scale)
+        if found is None:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        return {found.device: found}
+
+    @override
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        supports = vars(optimizer).pop("_step_supports_amp_scaling", None)
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            if supports is not None:
+                vars(optimizer)["_step_supports_amp_scaling"] = supports
 
 
 def put_children(module: nn.Module, children: Mapping[str, nn.Module]) -> None:

@@ -18,6 +18,7 @@ from goose_strategy.comm.collectives import (
     all_reduce,
     reduce_scatter_flat,
 )
+from goose_strategy.data_parallel.wire import NarrowSum
 from goose_strategy.errors import ConfigError
 from goose_strategy.grads.buffer import GradBuffer, GradSlot
 
@@ -44,6 +45,7 @@ class Bucket:
         mesh: ParallelMesh,
         *,
         average: bool,
+        narrow_wire: bool = False,
     ) -> None:
         """Move the parameters into one flat storage; their values stay.
 
@@ -52,10 +54,13 @@ class Bucket:
             params: Parameters by name; at least those of the layout.
             mesh: Groups of the sums.
             average: Divide the sum over dp by dp.
+            narrow_wire: Let gradients travel in bf16.
         """
         self.index = -1
         self.key: BucketKey = layout.key
         self._mesh = mesh
+        # fp64 is asked for by whoever checks the last digits.
+        self._narrow_wire = layout.key.narrow or (narrow_wire and layout.key.dtype != torch.float64)
         first = params[layout.entries[0].name]
         self.weights = torch.zeros(layout.size, dtype=layout.key.dtype, device=first.device)
         accumulator = torch.zeros(
@@ -130,7 +135,11 @@ class Bucket:
             all_reduce(grads.flat, self._mesh.tp).wait()
         if self.key.tie is not None:
             all_reduce(grads.flat, self._mesh.tie).wait()
-        pending = reduce_scatter_flat(grads.flat, self._mesh.dp, async_op=True)
+        pending: Pending
+        if self._narrow_wire and self._mesh.dp is not None:
+            pending = NarrowSum(grads.flat, self._mesh.dp)
+        else:
+            pending = reduce_scatter_flat(grads.flat, self._mesh.dp, async_op=True)
         grads.start_reduce(pending)
 
     def gather_weights(self) -> Pending:

@@ -37,6 +37,7 @@ class BucketKey:
         tie_owner: ``False`` on the copy that norms leave out.
         optimizer: Index of the optimizer that steps the parameters, if any.
         group: Index of its parameter group.
+        narrow: Gradients of bf16 parameters are accumulated in bf16.
         stage: The one stage of this rank that uses the parameters; ``None`` if stages are not told
             apart.
         shared: Several stages of this rank use the parameter.
@@ -49,6 +50,7 @@ class BucketKey:
     tie_owner: bool = True
     optimizer: int | None = None
     group: int | None = None
+    narrow: bool = False
     stage: int | None = None
     shared: bool = False
 
@@ -69,7 +71,12 @@ class BucketKey:
 
     @property
     def accumulator_dtype(self) -> torch.dtype:
-        """Type in which gradients are summed and main weights are kept."""
+        """Type in which gradients are accumulated."""
+        return torch.bfloat16 if self.narrow else self.main_dtype
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """Type of the main weights, and of whatever is computed with them."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
@@ -145,6 +152,7 @@ def plan_entries(
     owner_of: Mapping[str, tuple[int, int]],
     *,
     tp_size: int,
+    narrow: bool = False,
     stage_of: Mapping[str, int] | None = None,
 ) -> list[Entry]:
     """Return what `plan_buckets` needs to know of parameters that have to be trained.
@@ -154,6 +162,7 @@ def plan_entries(
         specs: What is known of their layout; one that is missing is replicated over tp.
         owner_of: Optimizer index and group index by name.
         tp_size: Ranks that share a layer.
+        narrow: Accumulate the gradients of bf16 parameters in bf16.
         stage_of: Stage by name; several stages use a parameter without an entry. ``None`` or empty
             where stages are not told apart.
 
@@ -178,6 +187,7 @@ def plan_entries(
             tie_owner=spec is None or spec.tie_owner,
             optimizer=optimizer,
             group=group,
+            narrow=narrow and param.dtype == torch.bfloat16,
             stage=stage_of.get(name) if stage_of else None,
             shared=bool(stage_of) and name not in (stage_of or ()),
         )

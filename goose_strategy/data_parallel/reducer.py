@@ -9,6 +9,7 @@ accumulator per bucket. See `goose_strategy.grads.buffer` for the states of a bu
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ from goose_strategy.data_parallel.call import CallGrads, Calls, readable
 from goose_strategy.data_parallel.hooks import hook_slot
 from goose_strategy.data_parallel.plan import plan_buckets, plan_entries
 from goose_strategy.data_parallel.rounds import Rounds
+from goose_strategy.data_parallel.wire import RoundingNotice
 from goose_strategy.errors import ConfigError
 from goose_strategy.grads.buffer import GradSlot, GradState
 
@@ -47,6 +49,8 @@ class Reducer:
     Attributes:
         mesh: The mesh whose dp axis is reduced over.
         average: Whether sums over dp are divided by dp.
+        config: Size of the buckets, and the types of gradients and states.
+        rounding: Tells of gradients that are rounded more than once per step.
         factors: Sum of the factors released since it was last taken, for the check that they are
             equal on all ranks; ``None`` if no call began since then, which all ranks know alike.
         generation: Counts the changes of the buckets.
@@ -80,7 +84,8 @@ class Reducer:
         self.average = average
         self.factors: float | Tensor | None = None
         self.generation = 0
-        self._config = config
+        self.config = config
+        self.rounding = RoundingNotice(config, mesh)
         self._specs = dict(specs)
         self._owner_of: dict[str, Owner] = dict(owner_of)
         self._stage_of = dict(stage_of or {})
@@ -113,13 +118,15 @@ class Reducer:
             self._specs,
             self._owner_of,
             tp_size=self.mesh.tp_size,
+            narrow=self.config.grads == "bf16",
             stage_of=self._stage_of,
         )
         layouts = plan_buckets(
-            entries, dp_size=self.mesh.dp_size, bucket_numel=self._config.bucket_numel
+            entries, dp_size=self.mesh.dp_size, bucket_numel=self.config.bucket_numel
         )
         self._outside.difference_update(name for name, _ in wanted)
-        return [Bucket(layout, self._params, self.mesh, average=self.average) for layout in layouts]
+        make = partial(Bucket, average=self.average, narrow_wire=self.config.wire == "bf16")
+        return [make(layout, self._params, self.mesh) for layout in layouts]
 
     def _install(self, buckets: list[Bucket]) -> None:
         self.generation += 1
@@ -157,6 +164,11 @@ class Reducer:
         """Whether any of the module's parameters is fp64, frozen ones included."""
         return any(param.dtype == torch.float64 for param in self._params.values())
 
+    @property
+    def round(self) -> tuple[int, int]:
+        """What changes whenever gradients were summed or grouped anew."""
+        return self.generation, self._rounds.ready.round
+
     def gradient_buckets(self) -> list[Bucket]:
         """Return all buckets with reduced gradients, to be clipped. Collective if they were not."""
         self.finalize()
@@ -171,12 +183,14 @@ class Reducer:
 
     @sync.setter
     def sync(self, value: bool) -> None:
+        if not value:
+            self.rounding("every backward without sync")
         self._sync = value
         self._set_counting()
 
     def _set_counting(self) -> None:
         self._rounds.ready.counting = (
-            self._sync and self._config.overlap_reduce and not self._calls.running
+            self._sync and self.config.overlap_reduce and not self._calls.running
         )
 
     def finish_backward(self) -> None:

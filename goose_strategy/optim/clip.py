@@ -1,17 +1,17 @@
 """Clipping by the norm of the whole model, decided before anything is changed.
 
 ``torch.nn.utils.clip_grad_norm_`` sees one rank's parameters, and sums millions of squares in fp32
-(4e-5 off for 2.5 million elements). Here each rank sums its slices by rows of 1024 elements, every
-element of the model is counted once (a tp-replicated one on tp rank 0, a tied one on its owner),
-and the partial sums of all ranks are gathered and added in rank order, so that all ranks hold the
-same bits and take the same decision.
+(4e-5 off for 2.5 million elements). Here every element of the model is counted once (a
+tp-replicated one on tp rank 0, a tied one on its owner), and the partial sums of all ranks are
+gathered and added as integers, so that all ranks hold the same bits and take the same decision. Any
+other number of replicas or size of buckets gives the same bits, too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,12 +20,11 @@ from goose_strategy.comm.collectives import all_gather_flat
 from goose_strategy.data_parallel.reducer import Reducer
 from goose_strategy.errors import ConfigError
 from goose_strategy.optim.factors import check_factors, take_factors
+from goose_strategy.optim.norm import SIZE, combined_power_sum, partial_power_sum
 
 if TYPE_CHECKING:
     from goose_strategy.data_parallel.bucket import Bucket
     from goose_strategy.mesh.mesh import ParallelMesh
-
-ROW = 1024
 
 
 class GradientSource(Protocol):
@@ -33,6 +32,18 @@ class GradientSource(Protocol):
 
     def gradient_buckets(self) -> list[Bucket]:
         """Return buckets whose gradients are reduced."""
+
+
+@runtime_checkable
+class Judged(Protocol):
+    """A source that may decide by the norm whether it steps."""
+
+    @property
+    def skips(self) -> bool:
+        """Whether it skips a step whose gradients are not finite."""
+
+    def note_norm(self, total: Tensor) -> None:
+        """Note the power sum of the gradients as they are now."""
 
 
 def clip_grad_norm(
@@ -70,11 +81,13 @@ def clip_grad_norm(
     # The host looks at the numbers where that is free, and on a device if it was asked to.
     looks = error_if_nonfinite or mesh.device.type == "cpu"
     factors = take_factors(_reducers_of(sources)) if looks else 0.0
-    shares = _shares(buckets, mesh, norm_type, factors)
-    norm = _combined(shares[:, 0], norm_type)
+    norm, every_factor = global_power_sum(buckets, mesh, norm_type, factors)
+    judged = [source for source in sources if isinstance(source, Judged)]
+    for source in judged:
+        source.note_norm(norm)
     norm = norm if math.isinf(norm_type) else norm ** (1.0 / norm_type)
     if looks:
-        check_factors(shares[:, 1].tolist())
+        check_factors(every_factor.tolist())
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they "
@@ -83,12 +96,28 @@ def clip_grad_norm(
     wide = any(reducer.wide for reducer in _reducers_of(sources))
     norm = norm if wide else norm.float()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    # Reading the factor is free on the CPU and would make the host wait on a device.
-    if factor.device.type != "cpu" or float(factor) != 1.0:
-        for bucket in buckets:
-            for run in gradient_runs(bucket):
-                run.mul_(factor)
+    if len(judged) == len(sources) and all(source.skips for source in judged):
+        # They will be skipped; what is not finite already needs no spreading.
+        factor = torch.where(norm.isfinite(), factor, 1.0)
+    scale_gradients(buckets, factor)
     return norm
+
+
+def scale_gradients(buckets: Sequence[Bucket], factor: Tensor) -> None:
+    """Multiply this rank's slices of reduced gradients by a scalar tensor."""
+    on_cpu = factor.device.type == "cpu"
+    # Reading the factor is free on the CPU and would make the host wait on a device.
+    if on_cpu and float(factor) == 1.0:
+        return
+    for bucket in buckets:
+        for run in gradient_runs(bucket):
+            run.mul_(factor)
+        if on_cpu and math.isnan(factor):
+            # Between parameters must stay zeros, or the next norms would be NaN, too.
+            grads = bucket.grads
+            ends = [*(slot.start for slot in grads.slots[1:]), grads.flat.numel()]
+            for slot, end in zip(grads.slots, ends, strict=True):
+                grads.flat[slot.stop : end] = 0
 
 
 def clip_grad_value(sources: Sequence[GradientSource], clip_value: float) -> None:
@@ -121,40 +150,30 @@ def gradient_runs(bucket: Bucket) -> list[Tensor]:
     return [grads.flat[first:last] for first, last in runs]
 
 
-def _shares(
+def global_power_sum(
     buckets: Iterable[Bucket], mesh: ParallelMesh, norm_type: float, factors: float | Tensor
-) -> Tensor:
-    """Gather two numbers of every rank, ``[world, 2]`` in fp64: its part of the norm, its factors.
+) -> tuple[Tensor, Tensor]:
+    """Gather two things of every rank: its part of the norm, and the factors it scaled by.
 
-    Every rank adds the parts up in the same order, so that all obtain the same bits.
+    Returns:
+        The power sum (or maximum) over the model, an fp64 scalar of the same bits on all ranks, and
+        the factors, ``[world]`` in fp64.
     """
-    parts = [
-        _power_sum(run, norm_type)
+    runs = [
+        run
         for bucket in buckets
         if bucket.key.tie_owner and (mesh.tp_rank == 0 or not bucket.key.tp_replicated)
         for run in gradient_runs(bucket)
     ]
-    zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    mine = torch.stack([_combined(torch.stack([zero, *parts]), norm_type), zero + factors])
-    everyone = mine.new_empty(mesh.layout.world_size * 2)
-    all_gather_flat(everyone, mine, mesh.world).wait()
-    return everyone.view(-1, 2)
-
-
-def _power_sum(run: Tensor, norm_type: float) -> Tensor:
-    """Return ``sum(|x| ** norm_type)`` (or ``max |x|``) in fp64, without a sum of many in fp32."""
-    rows = run.numel() // ROW * ROW
-    parts = [run[:rows].view(-1, ROW)] if rows else []
-    if rows < run.numel():
-        parts.append(run[rows:].view(1, -1))
-    norms = torch.cat([torch.linalg.vector_norm(part, norm_type, dim=1) for part in parts])
-    if math.isinf(norm_type):
-        return norms.max().double()
-    return norms.double().pow(norm_type).sum()
-
-
-def _combined(parts: Tensor, norm_type: float) -> Tensor:
-    return parts.max() if math.isinf(norm_type) else parts.sum()
+    mine = torch.zeros(SIZE + 1, dtype=torch.int64, device=mesh.device)
+    mine[:SIZE] = partial_power_sum(runs, norm_type, mesh.device)
+    factor = torch.zeros((), dtype=torch.float64, device=mesh.device) + factors
+    mine[SIZE] = factor.view(torch.int64)
+    gathered = mine.new_empty(mesh.layout.world_size * mine.numel())
+    all_gather_flat(gathered, mine, mesh.world).wait()
+    everyone = gathered.view(-1, mine.numel())
+    factors_of = everyone[:, SIZE].contiguous().view(torch.float64)
+    return combined_power_sum(everyone[:, :SIZE], norm_type), factors_of
 
 
 def _reducers_of(sources: Iterable[GradientSource]) -> list[Reducer]:

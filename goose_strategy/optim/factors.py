@@ -39,7 +39,8 @@ def check_factors(factors: Iterable[float]) -> None:
         BatchError: If they are not; alike on all ranks.
     """
     factors = list(factors)
-    if len(set(factors)) > 1:
+    # NaN is unlike itself, but a loss that all ranks multiplied by NaN was scaled alike.
+    if len({str(factor) for factor in factors}) > 1:
         raise BatchError(
             f"ranks multiplied the loss of a pipelined call by different factors, {factors} by "
             "rank (0.0 is a rank that called no backward); the loss must be scaled equally on all "
@@ -74,6 +75,10 @@ class FactorCheck:
         mine = torch.zeros(1, dtype=torch.float64, device=mesh.device) + take_factors([reducer])
         everyone = mine.new_empty(mesh.layout.world_size)
         all_gather_flat(everyone, mine, mesh.world).wait()
+        return self.read(everyone)
+
+    def read(self, everyone: Tensor) -> list[float]:
+        """Return gathered numbers: at once on the CPU, on a device those of the call before."""
         return everyone.tolist() if everyone.device.type == "cpu" else self._later(everyone)
 
     def _later(self, everyone: Tensor) -> list[float]:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 
+SCALARS = frozenset({"step", "mu_product", "eta", "mu", "clock"})
+"""Keys under which elementwise optimizers keep one number per parameter."""
+
 
 class Piece:
     """The part of one parameter that lies in this rank's slice.
@@ -41,8 +44,12 @@ class Piece:
 
     def within_param(self, bucket: Bucket) -> tuple[int, int]:
         """Return the range in the flattened (tp-local) parameter."""
-        shift = bucket.grads.start - self.slot.start
-        return self.start + shift, self.stop + shift
+        first = self.first_of(bucket)
+        return first, first + self.stop - self.start
+
+    def first_of(self, bucket: Bucket) -> int:
+        """Return the element of the flattened (tp-local) parameter at which the piece begins."""
+        return self.start + bucket.grads.start - self.slot.start
 
 
 class Segment:
@@ -80,14 +87,9 @@ class Shard:
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         own = bucket.own_weights
-        self.separate = own.dtype != bucket.key.accumulator_dtype
-        self.main = own.to(bucket.key.accumulator_dtype) if self.separate else own
-        begin, end = bucket.grads.start, bucket.grads.stop
-        self.pieces = [
-            Piece(slot, max(slot.start, begin) - begin, min(slot.stop, end) - begin)
-            for slot in bucket.slots
-            if slot.start < end and slot.stop > begin
-        ]
+        self.separate = own.dtype != bucket.key.main_dtype
+        self.main = own.to(bucket.key.main_dtype) if self.separate else own
+        self.pieces = pieces_of(bucket)
         self.segments: list[Segment] = []
         if self.pieces:
             self.segments.append(self._segment(self.pieces))
@@ -166,8 +168,16 @@ class Shard:
 
     def _written(self) -> Tensor:
         """Return where the weights are not the rounded main weights; NaN is no difference."""
-        own = self.bucket.own_weights
-        return (self.main.to(own.dtype) != own) & (own == own)
+        return written_over(self.bucket.own_weights, self.main)
+
+    @property
+    def checks_weights(self) -> bool:
+        """Whether weights written from outside have to be looked for."""
+        return self.separate
+
+    def main_values(self) -> Tensor:
+        """Return the main weights ``[n]``; not to be written to."""
+        return self.main
 
     def differs(self) -> Tensor:
         """Return whether the weights were written since they were published, a bool scalar."""
@@ -178,10 +188,38 @@ class Shard:
         own = self.bucket.own_weights
         self.main.copy_(torch.where(self._written(), own.to(self.main.dtype), self.main))
 
+    def set_main(self, values: Tensor) -> None:
+        """Set the main weights ``[n]``; the weights stay."""
+        self.main.copy_(values)
+
     def publish(self) -> None:
         """Round the main weights into this rank's slice of the weights."""
         if self.separate:
             self.bucket.own_weights.copy_(self.main)
+
+
+def pieces_of(bucket: Bucket) -> list[Piece]:
+    """Return the parts of parameters that lie in this rank's slice of a bucket, in order."""
+    begin, end = bucket.grads.start, bucket.grads.stop
+    return [
+        Piece(slot, max(slot.start, begin) - begin, min(slot.stop, end) - begin)
+        for slot in bucket.slots
+        if slot.start < end and slot.stop > begin
+    ]
+
+
+def written_over(weights: Tensor, main: Tensor) -> Tensor:
+    """Return where weights are not the rounded main weights; NaN is no difference."""
+    return (main.to(weights.dtype) != weights) & (weights == weights)
+
+
+def is_rounded(weights: Tensor, main: Tensor) -> Tensor:
+    """Return where weights are main weights, rounded to nearest with ties to either side."""
+    rounded = main.to(weights.dtype) == weights
+    if weights.dtype == torch.bfloat16:
+        away = ((main.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+        rounded |= away == weights
+    return rounded
 
 
 def _runs(pieces: Sequence[Piece], marks: Sequence[object]) -> list[list[Piece]]:

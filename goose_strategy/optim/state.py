@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from goose_strategy.errors import CheckpointError
-from goose_strategy.optim.zero import SCALARS, ZeroShards
+from goose_strategy.optim.native import CLOCK
+from goose_strategy.optim.segments import SCALARS, is_rounded
 
 if TYPE_CHECKING:
+    from goose_strategy.optim.native import NativeShard
     from goose_strategy.optim.segments import Shard, State
+    from goose_strategy.optim.zero import ZeroShards
 
 MAIN = "main"
 """Key of the fp32 main weight of a parameter of lower precision."""
@@ -68,15 +71,18 @@ def named_optimizer_state(zero: ZeroShards) -> NamedState:
     Returns:
         By parameter name and the optimizer's own key: a `Range` for what torch keeps per element,
         the value itself for what it keeps per parameter (``step``). Parameters of lower precision
-        have their fp32 main weight under `MAIN`. Tensors share storage with the state.
+        have their fp32 main weight under `MAIN`. Tensors share storage with the state where that is
+        fp32; what is kept in fewer bits is decoded, and comes back to the same bits when it is
+        loaded into the same preset.
     """
     named: NamedState = {}
     for shard in zero.shards:
         if shard.separate:
+            values = shard.main_values()
             for piece in shard.pieces:
-                main = shard.main[piece.start : piece.stop]
+                main = values[piece.start : piece.stop]
                 named[piece.slot.name] = {MAIN: Range(main, *piece.within_param(shard.bucket))}
-        for piece, state in shard.states_by_piece(zero.states):
+        for piece, state in zero.states_by_piece(shard):
             start, stop = piece.within_param(shard.bucket)
             entries = named.setdefault(piece.slot.name, {})
             for key, value in state.items():
@@ -98,24 +104,58 @@ def load_named_optimizer_state(zero: ZeroShards, state: Mapping[str, Mapping[str
     Raises:
         CheckpointError: If a range is not the one this rank steps; nothing is changed then.
     """
-    ranges = owned_ranges(zero)
-    for name, entries in state.items():
-        _check_ranges(name, entries, ranges)
+    check_ranges(zero, state)
+    everything = []
     for shard in zero.shards:
         found: dict[str, State] = {}
         for piece in shard.pieces:
             entries = state.get(piece.slot.name, {})
-            main = entries.get(MAIN)
-            if shard.separate:
-                place = shard.main[piece.start : piece.stop]
-                weights = shard.bucket.own_weights[piece.start : piece.stop]
-                place.copy_(main[0] if isinstance(main, tuple) else weights)
-            kept = {key: value for key, value in entries.items() if key != MAIN}
+            kept = {key: value for key, value in entries.items() if key not in (MAIN, CLOCK)}
             if kept:
                 found[piece.slot.name] = {
                     key: _loaded(zero, shard, key, value) for key, value in kept.items()
                 }
-        shard.install(found, zero.states)
+                if zero.native is not None and CLOCK in entries:
+                    found[piece.slot.name][CLOCK] = entries[CLOCK]
+        if shard.separate:
+            _load_main(shard, state)
+        everything.append((shard, found))
+    zero.install(everything, everything=True)
+
+
+def settle_loaded(zero: ZeroShards) -> None:
+    """Let all ranks hold the weights and the count of steps that were loaded. Collective."""
+    if zero.native is not None:
+        zero.native.agree()
+    for shard in zero.shards:
+        if shard.separate:
+            # Presets round ties to different sides, and every rank has to have this one's.
+            shard.publish()
+            shard.bucket.gather_weights().wait()
+
+
+def _load_main(shard: Shard | NativeShard, state: Mapping[str, Mapping[str, Entry]]) -> None:
+    """Set the main weights of a slice; they are the weights where those were written since."""
+    own = shard.bucket.own_weights
+    main = own.to(shard.bucket.key.main_dtype)
+    for piece in shard.pieces:
+        given = state.get(piece.slot.name, {}).get(MAIN)
+        if isinstance(given, tuple):
+            place = slice(piece.start, piece.stop)
+            values = given[0].to(main.device, main.dtype)
+            main[place] = torch.where(is_rounded(own[place], values), values, main[place])
+    shard.set_main(main)
+
+
+def check_ranges(zero: ZeroShards, state: Mapping[str, Mapping[str, Entry]]) -> None:
+    """Check that states cover exactly what this rank steps.
+
+    Raises:
+        CheckpointError: If one does not.
+    """
+    ranges = owned_ranges(zero)
+    for name, entries in state.items():
+        _check_ranges(name, entries, ranges)
 
 
 def _check_ranges(
@@ -135,12 +175,12 @@ def _check_ranges(
             )
 
 
-def _loaded(zero: ZeroShards, shard: Shard, key: str, value: Entry) -> object:
+def _loaded(zero: ZeroShards, shard: Shard | NativeShard, key: str, value: Entry) -> object:
     if isinstance(value, tuple):
-        return value[0].to(shard.main.device, shard.main.dtype)
+        return value[0].to(shard.bucket.own_weights.device, shard.bucket.key.main_dtype)
     if isinstance(value, Tensor) and key in SCALARS:
         group = zero.optimizer.param_groups[shard.bucket.key.group or 0]
         # torch wants the step where its kernel reads it, and on the host otherwise.
         on_device = bool(group.get("capturable")) or bool(group.get("fused"))
-        return value.to(shard.main.device if on_device else torch.device("cpu"))
+        return value.to(shard.bucket.own_weights.device if on_device else torch.device("cpu"))
     return value

@@ -8,12 +8,15 @@ balances badly and leaves all gradients on all ranks.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import optim
+from torch import nn, optim
 from torch.optim import Optimizer
 
 from goose_strategy.errors import ConfigError
+from goose_strategy.optim.lion import Lion
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.AdamW,
@@ -27,8 +30,9 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.Adadelta,
     optim.ASGD,
     optim.Rprop,
+    Lion,
 )
-"""torch optimizers that treat every element alone."""
+"""Optimizers that treat every element alone."""
 
 _FUSED_ON_CPU: tuple[type[Optimizer], ...] = (optim.AdamW, optim.Adam, optim.Adagrad)
 
@@ -46,7 +50,7 @@ def check_supported(optimizer: Optimizer) -> None:
     raise ConfigError(
         f"optimizer={type(optimizer).__name__} cannot be sharded: each rank steps a slice that "
         f"cuts through parameters, which is exact only for elementwise optimizers. Use one of "
-        f"torch.optim's {names}, or a subclass that does not override step()."
+        f"{names}, or a subclass that does not override step()."
     )
 
 
@@ -60,3 +64,12 @@ def prefers_fused(optimizer: Optimizer, device: torch.device) -> bool:
     and fails where some parameters have a momentum and others not yet.
     """
     return device.type == "cpu" and isinstance(optimizer, _FUSED_ON_CPU)
+
+
+def wants_fused(
+    optimizer: Optimizer, group: Mapping[str, Any], weights: Sequence[nn.Parameter]
+) -> bool:
+    """Whether a group whose slices are ``weights`` is to be run with ``fused=True``."""
+    open_choice = group.get("foreach") is None and group.get("fused", False) is None
+    plain = not group.get("differentiable") and not group.get("capturable")
+    return open_choice and plain and bool(weights) and prefers_fused(optimizer, weights[0].device)

@@ -8,6 +8,9 @@ callbacks see nothing unusual); hooks swap the slices in while torch's step runs
     torch's step      over a few flat tensors; the user's foreach/fused/capturable flags decide how
     step post-hook    model parameters back -> weights gathered over dp
 
+Where the state is kept in fewer bits, the groups are empty while torch's step runs, and `cuda_ops`
+steps the slices after it, by the numbers in the groups.
+
 The hooks are registered, not patched in: LR schedulers replace ``optimizer.step`` themselves.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,19 +27,23 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from goose_strategy.errors import CheckpointError, ConfigError
-from goose_strategy.optim.factors import FactorCheck, check_factors
+from goose_strategy.errors import ConfigError
+from goose_strategy.optim.clip import global_power_sum
+from goose_strategy.optim.factors import FactorCheck, check_factors, take_factors
+from goose_strategy.optim.local import local_state, named_from, sliced
+from goose_strategy.optim.native import NativeShard
 from goose_strategy.optim.segments import Piece, Segment, Shard, State
-from goose_strategy.optim.supported import check_supported, prefers_fused
+from goose_strategy.optim.state import NamedState, check_ranges, load_named_optimizer_state
+from goose_strategy.optim.steps import NativeSteps
+from goose_strategy.optim.storage import is_native
+from goose_strategy.optim.supported import check_supported, wants_fused
 
 if TYPE_CHECKING:
+    from goose_strategy.comm.collectives import Pending
     from goose_strategy.data_parallel.bucket import Bucket
     from goose_strategy.data_parallel.reducer import Reducer
 
 Groups = list[list[nn.Parameter]]
-
-SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
-"""Keys under which torch's elementwise optimizers keep one number per tensor."""
 
 
 class ZeroShards:
@@ -46,33 +54,45 @@ class ZeroShards:
         optimizer: The user's optimizer.
         shards: This rank's slice of each bucket the optimizer steps.
         states: Optimizer state by segment weight. ``optimizer.state`` is empty outside of a step.
+        native: Steps the shards where they are not torch's to step.
     """
 
-    def __init__(self, reducer: Reducer, optimizer: Optimizer) -> None:
+    def __init__(
+        self, reducer: Reducer, optimizer: Optimizer, *, native: bool | None = None
+    ) -> None:
         """Attach to the optimizer. Collective over dp if parameters have to change buckets.
 
         Args:
             reducer: Knows the parameters of the module.
             optimizer: An elementwise torch optimizer over some of them; other optimizers may hold
                 others. State it has already (after ``load_state_dict``) is sliced.
+            native: Whether `cuda_ops` steps it, the same on all ranks; decided by the settings and
+                this rank's parameters if ``None``.
 
         Raises:
-            ConfigError: If the optimizer is not elementwise, or holds a parameter that is not the
-                module's.
+            ConfigError: If the optimizer is not elementwise, holds a parameter that is not the
+                module's, or cannot have the storage that is asked for.
         """
         check_supported(optimizer)
+        if native is None:
+            native = is_native(reducer.config, optimizer, dtypes_of(optimizer))
         self.reducer = reducer
         self.optimizer = optimizer
-        self.shards: list[Shard] = []
+        self.native = NativeSteps(reducer, optimizer) if native else None
+        self.shards: list[Shard | NativeShard] = []
         self.states: defaultdict[Tensor, Any] = defaultdict(dict)
-        self._by_bucket: dict[int, Shard] = {}
-        self._fresh: list[Shard] = []
+        self._by_bucket: dict[int, Shard | NativeShard] = {}
+        self._fresh: list[Shard | NativeShard] = []
         # State for whole parameters that have no bucket yet, because they are frozen.
         self._whole: dict[Tensor, State] = {}
         self._known: list[tuple[list[nn.Parameter], int]] = []
         self._hidden: Groups | None = None
         self._fused: list[dict[str, Any]] = []
-        self._stepped: list[Shard] = []
+        self._stepped: list[Shard | NativeShard] = []
+        # The norm that a clipping has computed, and what the gradients were then.
+        self._norm: tuple[Tensor, object] | None = None
+        self._loaded: tuple[NamedState, dict[Tensor, State]] | None = None
+        self._gathers: list[Pending] = []
         self._factors = FactorCheck(reducer.mesh)
         self._index = self._find_index()
         self._regroup()
@@ -80,12 +100,15 @@ class ZeroShards:
         self._handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_pre_hook(_refuse_state_dict),
+            optimizer.register_state_dict_post_hook(self._add_state),
+            optimizer.register_load_state_dict_pre_hook(self._keep_state),
+            optimizer.register_load_state_dict_post_hook(self._load_state),
         ]
 
     def close(self) -> None:
         """Remove the hooks; the state of this rank's slices is lost."""
         self._show_params()
+        self.flush()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -121,7 +144,7 @@ class ZeroShards:
             if bucket.key.optimizer == self._index:
                 shard = kept.get(id(bucket))
                 if shard is None:
-                    shard = Shard(bucket)
+                    shard = Shard(bucket) if self.native is None else self.native.make(bucket)
                     self._fresh.append(shard)
                 self._by_bucket[id(bucket)] = shard
         self.shards = list(self._by_bucket.values())
@@ -142,15 +165,46 @@ class ZeroShards:
 
     def prepare(self) -> None:
         """Take up added parameters and make every gradient reduced. Collective if any was not."""
+        self.flush()
         if self._changed():
             self._regroup()
         self.reducer.finalize()
         if self._changed():
             self._regroup()
 
+    @property
+    def must_exchange(self) -> bool:
+        """Whether the coming step has to ask all ranks for something, which all know alike."""
+        return self.reducer.factors is not None or (self.native is not None and not self._judged)
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step is skipped whose gradients are not finite."""
+        return self.native is not None
+
+    @property
+    def _judged(self) -> bool:
+        if self._norm is None:
+            return False
+        # Stages may see other rounds, and must decide alike; their later gradients come by calls.
+        return self.reducer.mesh.pp_size > 1 or self._norm[1] == self.reducer.round
+
+    def note_norm(self, total: Tensor) -> None:
+        """Note the power sum of the gradients, which a step need not take again."""
+        self._norm = (total, self.reducer.round)
+
     def exchange_factors(self) -> list[float]:
-        """Return the factors on the loss that no clipping compared, by rank. Collective if any."""
-        return self._factors.exchange(self.reducer)
+        """Return the factors on the loss that no clipping compared, by rank.
+
+        Collective over the world if `must_exchange`. A native step learns of the norm with them.
+        """
+        if self.native is None or not self.must_exchange:
+            return self._factors.exchange(self.reducer)
+        buckets = [shard.bucket for shard in self.shards]
+        mine = take_factors([self.reducer])
+        total, factors = global_power_sum(buckets, self.reducer.mesh, 2.0, mine)
+        self.note_norm(total)
+        return self._factors.read(factors)
 
     def gradient_buckets(self) -> list[Bucket]:
         """Return this optimizer's buckets with reduced gradients, to be clipped."""
@@ -193,33 +247,33 @@ class ZeroShards:
                 stacklevel=2,
             )
         groups: Groups = [[] for _ in self.optimizer.param_groups]
-        self._stepped = []
-        for shard in self.shards:
-            index = shard.bucket.key.group
-            if index is None or not any(s.param.grad is not None for s in shard.bucket.slots):
-                continue
-            self._stepped.append(shard)
-            for segment in shard.active(self.states):
-                segment.weight.grad = segment.grad
-                groups[index].append(segment.weight)
+        if self.native is None:
+            self._offer_segments(groups)
+        elif self._norm is not None:
+            native = [shard for shard in self.shards if isinstance(shard, NativeShard)]
+            self._stepped = [*self.native.prepare(native, self._norm[0])]
+            self._norm = None
         self._hidden = []
         for group, weights in zip(self.optimizer.param_groups, groups, strict=True):
             self._hidden.append(group["params"])
             group["params"] = weights
-            if self._wants_fused(group, weights):
+            if wants_fused(self.optimizer, group, weights):
                 group["fused"] = True
                 self._fused.append(group)
         self.optimizer.state = self.states
 
-    def _wants_fused(self, group: dict[str, Any], weights: list[nn.Parameter]) -> bool:
-        open_choice = group.get("foreach") is None and group.get("fused", False) is None
-        plain = not group.get("differentiable") and not group.get("capturable")
-        return (
-            open_choice
-            and plain
-            and bool(weights)
-            and prefers_fused(self.optimizer, weights[0].device)
-        )
+    def _offer_segments(self, groups: Groups) -> None:
+        """Put what torch is to step into ``groups``, by parameter group."""
+        self._stepped = []
+        for shard in self.shards:
+            index = shard.bucket.key.group
+            if isinstance(shard, NativeShard) or index is None:
+                continue
+            if any(s.param.grad is not None for s in shard.bucket.slots):
+                self._stepped.append(shard)
+                for segment in shard.active(self.states):
+                    segment.weight.grad = segment.grad
+                    groups[index].append(segment.weight)
 
     def _show_params(self) -> None:
         """Put the model's parameters back into the groups, if the slices are there."""
@@ -239,16 +293,24 @@ class ZeroShards:
         self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]
     ) -> None:
         self._show_params()
-        pending = []
+        if self.native is not None:
+            self.native.run()
         for shard in self._stepped:
-            shard.publish()
-            pending.append(shard.bucket.gather_weights())
-        for work in pending:
-            work.wait()
+            if isinstance(shard, Shard):
+                shard.publish()
+            self._gathers.append(shard.bucket.gather_weights())
+        if not self.reducer.config.overlap_param_gather:
+            self.flush()
         for shard in self._stepped:
             # Autograd notices weights that changed between a forward and its backward.
             increment_version([s.param for s in shard.bucket.slots if s.param.grad is not None])
         self._stepped = []
+
+    def flush(self) -> None:
+        """Wait for the weights of the other ranks, if the last step did not."""
+        gathers, self._gathers = self._gathers, []
+        for work in gathers:
+            work.wait()
 
     # -- main weights and states ---------------------------------------------------------------
 
@@ -258,7 +320,7 @@ class ZeroShards:
         Returns:
             Whether that was so anywhere in this rank's slices.
         """
-        separate = [shard for shard in self.shards if shard.separate]
+        separate = [shard for shard in self.shards if shard.checks_weights]
         if not separate:
             return False
         # The one value that the host reads in a step on a device.
@@ -276,41 +338,62 @@ class ZeroShards:
             self._whole, shards = dict(full), self.shards
         if not self._whole:
             return
+        everything = []
         for shard in shards:
             whole = {s.name: self._whole.pop(s.param, None) for s in shard.bucket.slots}
             found = {}
             for piece in shard.pieces:
                 state = whole[piece.slot.name]
                 if state:
-                    found[piece.slot.name] = _sliced(state, piece, shard.bucket)
-            shard.install(found, self.states)
+                    found[piece.slot.name] = sliced(state, piece, shard.bucket)
+            everything.append((shard, found))
+        self.install(everything, everything=bool(full))
+
+    def _add_state(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._absorb()
+        return {**state_dict, "state": local_state(self)}
+
+    def _keep_state(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Take the states out of torch's hands, which would cast them to the weights' types."""
+        named, whole = named_from(self, state_dict)
+        check_ranges(self, named)
+        self._loaded = named, whole
+        return {**state_dict, "state": {}}
+
+    def _load_state(self, _optimizer: Optimizer) -> None:
+        if self._loaded is not None:
+            (named, self._whole), self._loaded = self._loaded, None
+            load_named_optimizer_state(self, named)
+            self._fresh = []
+
+    def install(
+        self, found: Sequence[tuple[Shard | NativeShard, Mapping[str, State]]], *, everything: bool
+    ) -> None:
+        """Replace the states of shards.
+
+        Args:
+            found: Each shard with its states by parameter name, cut to this rank's pieces.
+            everything: Whether these are all shards.
+        """
+        native = [(shard, own) for shard, own in found if isinstance(shard, NativeShard)]
+        if self.native is not None:
+            self.native.install(native, everything=everything)
+        for shard, own in found:
+            if isinstance(shard, Shard):
+                shard.install(own, self.states)
+
+    def states_by_piece(self, shard: Shard | NativeShard) -> Iterable[tuple[Piece, State]]:
+        """Yield each piece of a shard that has a state, with flat tensors of its own length."""
+        if isinstance(shard, Shard):
+            return shard.states_by_piece(self.states)
+        return [] if self.native is None else shard.states_by_piece(self.native.clock)
 
     def segments(self) -> list[Segment]:
-        """Return all segments of this rank."""
-        return [segment for shard in self.shards for segment in shard.segments]
+        """Return all segments of this rank that torch steps."""
+        shards = (shard for shard in self.shards if isinstance(shard, Shard))
+        return [segment for shard in shards for segment in shard.segments]
 
 
-def _sliced(state: State, piece: Piece, bucket: Bucket) -> State:
-    """Cut the state of a whole parameter down to a piece of it."""
-    start, stop = piece.within_param(bucket)
-    shape = piece.slot.param.shape
-    cut: State = {}
-    for key, value in state.items():
-        if isinstance(value, Tensor) and key not in SCALARS:
-            if value.shape != shape:
-                raise CheckpointError(
-                    f"the optimizer's state {key!r} of {piece.slot.name!r} has shape="
-                    f"{tuple(value.shape)}, but the parameter on this rank has {tuple(shape)}; "
-                    "load the checkpoint through the strategy."
-                )
-            cut[key] = value.reshape(-1)[start:stop]
-        else:
-            cut[key] = value
-    return cut
-
-
-def _refuse_state_dict(optimizer: Optimizer) -> None:
-    raise CheckpointError(
-        f"{type(optimizer).__name__}.state_dict() would hold no state: it lies in slices on the "
-        "data-parallel ranks. Save through the strategy (fabric.save, trainer.save_checkpoint)."
-    )
+def dtypes_of(optimizer: Optimizer) -> set[torch.dtype]:
+    """Return the types of the parameters that an optimizer holds, frozen ones included."""
+    return {param.dtype for group in optimizer.param_groups for param in group["params"]}

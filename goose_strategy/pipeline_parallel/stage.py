@@ -63,6 +63,7 @@ class PipelineStage:
         layers: Numbers of the stage's layers.
         cut_in: What it receives from the stage before, in this order.
         cut_out: What it sends to the stage after.
+        loss_scale: What gradients are multiplied by from the loss on; set for each call.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class PipelineStage:
         self.cut_in: tuple[CutTensor, ...] = () if self.is_first else info.cut(layers.start)
         self.cut_out: tuple[CutTensor, ...] = () if self.is_last else info.cut(layers.stop)
         self.inbox: tuple[Tensor, ...] = ()
+        self.loss_scale: Tensor | None = None
         self._settings = call_settings(module)
         # Kept from now, because the runtime puts its own forward in the place of the model's.
         self._forward = module.forward

@@ -265,8 +265,8 @@ class Work:
     def _hold(self, place: Place, received: Tensors, computed: _Computed) -> None:
         roots = computed.roots
         edges = [get_gradient_edge(root) if root.requires_grad else None for root in roots]
-        last = self._worker.stages[place[0]].is_last
-        seed = tuple(torch.ones_like(root) for root in roots) if last else ()
+        stage = self._worker.stages[place[0]]
+        seed = tuple(_seed(root, stage.loss_scale) for root in roots) if stage.is_last else ()
         self._held[place] = _Held(received, edges, seed)
 
     def _loss(
@@ -308,6 +308,11 @@ class Work:
                 "the schedule splits the backward, but the engine has no store for the weights."
             )
         return self._worker.store
+
+
+def _seed(loss: Tensor, scale: Tensor | None) -> Tensor:
+    """Return the gradient that a backward begins with."""
+    return torch.ones_like(loss) if scale is None else scale.to(loss).expand_as(loss)
 
 
 def _read(output: Any, name: str) -> Any:

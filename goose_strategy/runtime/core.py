@@ -24,16 +24,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from goose_strategy.comm.collectives import all_reduce
 from goose_strategy.comm.watchdog import Watchdog
 from goose_strategy.compat.torch import default_store
-from goose_strategy.errors import BatchError, ConfigError, MeshError
+from goose_strategy.errors import ConfigError, MeshError
 from goose_strategy.mesh.layout import MeshLayout
 from goose_strategy.mesh.mesh import ParallelMesh
-from goose_strategy.optim.clip import clip_grad_norm, clip_grad_value
 from goose_strategy.pipeline_parallel.hooks import PipelineHooks
 from goose_strategy.runtime.model import ShardedModel
+from goose_strategy.runtime.optimizing import OptimizerVerbs
 
 if TYPE_CHECKING:
     import os
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class ParallelRuntime:
+class ParallelRuntime(OptimizerVerbs):
     """Tensor x pipeline x data parallel training of modules, without Lightning.
 
     Args:
@@ -66,6 +67,7 @@ class ParallelRuntime:
         return self._mesh is not None
 
     @property
+    @override
     def mesh(self) -> ParallelMesh:
         """The mesh.
 
@@ -137,7 +139,7 @@ class ParallelRuntime:
         if known is None:
             self._sharded += 1
             known = ShardedModel(module, self.mesh, self.config, self._watchdog, self._sharded)
-            known.hooks = self.hooks
+            known.hooks, known.scaler = self.hooks, self.scaler
             known.shard(optimizers, hook_forward=hook_forward)
             known.guard.mode = "broadcast" if self._broadcast_batches else "check"
             # One that was sharded anew by another runtime has been closed here.
@@ -247,70 +249,11 @@ class ParallelRuntime:
             model.global_loss = before
 
     @contextmanager
+    @override
     def watch(self, what: str) -> Generator[None, None, None]:
         """Guard a block by the watchdog's deadline."""
         with nullcontext() if self._watchdog is None else self._watchdog.guard(what):
             yield
-
-    def clip_grad_norm(
-        self,
-        optimizer: Optimizer,
-        max_norm: float,
-        *,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-    ) -> Tensor:
-        """Clip the gradients of an optimizer's parameters by their global norm. Collective.
-
-        Args:
-            optimizer: The optimizer whose parameters are clipped.
-            max_norm: Largest norm after clipping.
-            norm_type: 2.0 or any p-norm, or ``inf``.
-            error_if_nonfinite: Raise, before anything is changed, if the norm is not finite.
-
-        Returns:
-            The norm before clipping, a scalar equal on all ranks.
-        """
-        model = self._owner(optimizer)
-        refusal: Exception | None = None
-        with self.watch("gradient clipping"):
-            try:
-                return clip_grad_norm(
-                    model.shards_of(optimizer),
-                    self.mesh,
-                    max_norm,
-                    norm_type=norm_type,
-                    error_if_nonfinite=error_if_nonfinite,
-                )
-            except (BatchError, ConfigError) as error:
-                refusal = error
-            except RuntimeError as error:
-                if "error_if_nonfinite" not in str(error):
-                    raise
-                refusal = error
-        # All ranks refuse alike, from the same numbers: no failure that would have to end them.
-        raise refusal
-
-    def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
-        """Clip the reduced gradients of an optimizer's parameters element by element."""
-        shards = self._owner(optimizer).shards_of(optimizer)
-        with self.watch("gradient clipping"):
-            clip_grad_value(shards, clip_value)
-
-    def owner_of(self, optimizer: Optimizer) -> ShardedModel | None:
-        """Return the sharded module that an optimizer is attached to, if any."""
-        for model in self.models:
-            if any(optimizer is known for known in model.optimizers):
-                return model
-        return None
-
-    def _owner(self, optimizer: Optimizer) -> ShardedModel:
-        model = self.owner_of(optimizer)
-        if model is None:
-            raise ConfigError(
-                f"{type(optimizer).__name__} is not attached; set it up with its module first."
-            )
-        return model
 
     def export(self, module: nn.Module, path: str | os.PathLike[str], **settings: Any) -> None:
         """Write the causal LM of a sharded module as a Hugging Face checkpoint. Collective.
@@ -334,6 +277,7 @@ class ParallelRuntime:
         model = next(holders, None)
         if model is None:
             raise ConfigError("The module is not sharded by this runtime; set it up first.")
+        model.synchronize()
         export_model(model, path, ExportConfig.of(settings))
 
     def vote(self, *, decision: bool, everyone: bool) -> bool:
@@ -373,6 +317,7 @@ class ParallelRuntime:
         model = self.model_of(module)
         if model is None:
             raise ConfigError("The module is not sharded by this runtime; call shard_module first.")
+        model.synchronize()
         return model
 
     def broadcast_batches(self) -> None:

@@ -57,6 +57,9 @@ class Handle(Protocol):
     def prepare_gradients(self) -> None:
         """Make sure that gradients of the coming backward land in buckets."""
 
+    def loss_scale(self) -> Tensor | None:
+        """Return what the gradient of the loss is multiplied by, a scalar; ``None`` for 1."""
+
     def watch(self, what: str) -> AbstractContextManager[None]:
         """Guard a block by the watchdog's deadline."""
 

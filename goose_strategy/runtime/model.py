@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from goose_strategy.data_parallel.reducer import Reducer
-from goose_strategy.errors import BatchError, ConfigError
+from goose_strategy.errors import ConfigError
 from goose_strategy.hub.read import check_readable, fingerprints, is_unread, while_cut
+from goose_strategy.optim.storage import is_native
 from goose_strategy.optim.supported import check_supported
+from goose_strategy.optim.zero import dtypes_of
 from goose_strategy.pipeline_parallel.hooks import PipelineHooks
 from goose_strategy.runtime.batch import Batch, BatchGuard
 from goose_strategy.runtime.dropout import DropoutStream
@@ -32,22 +34,24 @@ from goose_strategy.runtime.naming import (
     owners,
     record_groups,
     refill_groups,
+    refuse_copy,
     strip_placeholders,
 )
-from goose_strategy.runtime.pipeline import PipelineCall, releases_of
+from goose_strategy.runtime.pipeline import PipelineCall, check_releases
 from goose_strategy.runtime.replicate import (
     broadcast_buffers,
     buffer_places,
     equalize,
     share_random_state,
 )
-from goose_strategy.runtime.stepping import WatchedShards
+from goose_strategy.runtime.stepping import WatchedShards, native_on_any_rank
 from goose_strategy.runtime.surgery import Surgery, operate
 from goose_strategy.runtime.verdict import agreed, equal_everywhere
 
 if TYPE_CHECKING:
     from goose_strategy.comm.watchdog import Watchdog
     from goose_strategy.mesh.mesh import ParallelMesh
+    from goose_strategy.optim.scaler import LossScaler
     from goose_strategy.runtime.counting import TokenCount
     from goose_strategy.runtime.settings import RuntimeConfig
 
@@ -71,6 +75,7 @@ class ShardedModel:
         global_loss: Whether a causal LM's loss is summed over the replicas.
         guard: Compares batches over the ranks of one replica.
         hooks: Callbacks around the actions of a pipeline; set before `shard`.
+        scaler: Scales losses in mixed precision with fp16, if that is so; set before `shard`.
         closed: Whether the module was given back.
         unfilled: Parameters and buffers that hold NaN until a checkpoint is loaded: the module
             was on the meta device, and not made by `from_pretrained`.
@@ -93,6 +98,7 @@ class ShardedModel:
         self.sync = True
         self.global_loss = True
         self.hooks = PipelineHooks()
+        self.scaler: LossScaler | None = None
         self.guard = BatchGuard(mesh, self.watch)
         self._watchdog = watchdog
         self._ordinal = ordinal
@@ -167,6 +173,7 @@ class ShardedModel:
         check_storages(self.module)
         for optimizer in optimizers:
             check_supported(optimizer)
+            is_native(self.config.zero, optimizer, dtypes_of(optimizer))
         check_readable(self.module)
         return record_groups(self.module, optimizers)
 
@@ -204,6 +211,9 @@ class ShardedModel:
         if hook_forward:
             handle = self.module.register_forward_pre_hook(self._before_call)
             self._undo.callback(handle.remove)
+        for module in self.module.modules() if self.config.zero.overlap_param_gather else ():
+            handle = module.register_state_dict_pre_hook(lambda *_: self.synchronize())
+            self._undo.callback(handle.remove)
 
     @uncompiled
     def _before_call(self, module: nn.Module, _args: object) -> None:
@@ -216,7 +226,7 @@ class ShardedModel:
         model.forward = forward
         self._undo.callback(vars(model).pop, "forward", None)
         if self.mesh.tp is not None or self.surgery.part is not None:
-            vars(model)["__deepcopy__"] = partial(_refuse_copy, type(model).__name__)
+            vars(model)["__deepcopy__"] = partial(refuse_copy, type(model).__name__)
             self._undo.callback(vars(model).pop, "__deepcopy__", None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
@@ -231,10 +241,14 @@ class ShardedModel:
         """
         strip_placeholders(optimizers)
         owned = self._owned(optimizers)
+        native = native_on_any_rank(optimizers, self.config.zero, self.mesh)
         self._detach()
         self.optimizers = list(optimizers)
         reducer = self._build_reducer(owned)
-        self.shards = [WatchedShards(reducer, o, self.watch) for o in self.optimizers]
+        self.shards = [
+            WatchedShards(reducer, o, self.watch, native=n)
+            for o, n in zip(self.optimizers, native, strict=True)
+        ]
 
     def add(self, optimizer: Optimizer) -> None:
         """Attach one more optimizer; those attached before keep their state. Collective.
@@ -247,7 +261,8 @@ class ShardedModel:
             return
         strip_placeholders([optimizer])
         self._owned([*self.optimizers, optimizer])
-        self.shards.append(WatchedShards(self.reducer, optimizer, self.watch))
+        (native,) = native_on_any_rank([optimizer], self.config.zero, self.mesh)
+        self.shards.append(WatchedShards(self.reducer, optimizer, self.watch, native=native))
         self.optimizers.append(optimizer)
 
     def _owned(self, optimizers: Sequence[Optimizer]) -> dict[str, tuple[int, int]]:
@@ -273,6 +288,9 @@ class ShardedModel:
             owner_of=owned,
             stage_of=self.surgery.stage_of,
         )
+        pp, pipeline = self.mesh.pp_size, self.config.pipeline
+        if pp > 1 and pipeline.microbatches(pp) > 1:
+            self.reducer.rounding("every microbatch")
         return self.reducer
 
     def _detach(self) -> None:
@@ -283,12 +301,18 @@ class ShardedModel:
             self.reducer.close()
             self.reducer = None
 
+    def synchronize(self) -> None:
+        """Wait for the weights of other ranks where the last step did not."""
+        for shard in self.shards:
+            shard.flush()
+
     def prepare_gradients(self) -> None:
         """Make sure that weights have values and gradients of the coming backward buckets.
 
         Raises:
             ConfigError: If weights were never loaded.
         """
+        self.synchronize()
         self.check_filled()
         if self.reducer is None and self.surgery.trains and torch.is_grad_enabled():
             self._build_reducer({})
@@ -317,19 +341,8 @@ class ShardedModel:
             BatchError: If ``pp > 1`` and the loss has no node of ours in its graph.
             RuntimeError: If it was released before, or its forward ran with another `sync`.
         """
-        if self._pipeline is None:
-            return
-        if found := releases_of(loss):
-            for release in found:
-                release.check()
-            return
-        raise BatchError(
-            "backward() was called on a tensor that does not come from a pipelined call. With "
-            "pp > 1 the loss must be the model's own (pass labels=...), or be computed on the last "
-            "stage: PipelineConfig(loss_fn=my_loss) with my_loss(outputs, microbatch) -> "
-            "(sum, count).",
-            rank=self.mesh.rank,
-        )
+        if self._pipeline is not None:
+            check_releases(loss, self.mesh.rank)
 
     @contextmanager
     def watch(self, what: str) -> Generator[None, None, None]:
@@ -351,6 +364,10 @@ class ShardedModel:
 
     def _wait_count(self) -> Tensor | None:
         return None if self._count is None else self._count.wait()
+
+    def loss_scale(self) -> Tensor | None:
+        """Return what the gradient of the loss is multiplied by, a scalar; ``None`` for 1."""
+        return None if self.scaler is None else self.scaler.current(self.mesh.device)
 
     def run_pipeline(
         self, batches: list[Batch], *, listed: bool, grad: bool
@@ -380,11 +397,3 @@ class ShardedModel:
         self._undo.close()
         if self._surgery is not None:
             self._surgery.close()
-
-
-def _refuse_copy(name: str, _memo: dict[int, Any]) -> Any:
-    raise ConfigError(
-        f"{name} is a shard of a model (tp or pp > 1) and cannot be deep-copied: the copy would "
-        "share its process groups. Copy the module before it is set up, or copy its "
-        "state_dict()."
-    )

@@ -9,7 +9,7 @@ groups are remembered by parameter name before surgery and filled again after it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -224,3 +224,16 @@ def _options(
     options = optimizers[index].param_groups[group]
     plain = {k: str(v) for k, v in sorted(options.items()) if k not in ("params", "name")}
     return {"optimizer": str(index), **plain}
+
+
+def refuse_copy(name: str, _memo: dict[int, Any]) -> Any:
+    """Refuse to copy a part of a model: the ``__deepcopy__`` of one that is cut.
+
+    Raises:
+        ConfigError: Always.
+    """
+    raise ConfigError(
+        f"{name} is a shard of a model (tp or pp > 1) and cannot be deep-copied: the copy would "
+        "share its process groups. Copy the module before it is set up, or copy its "
+        "state_dict()."
+    )

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from goose_strategy.comm.collectives import all_gather_objects, all_reduce, broadcast
-from goose_strategy.errors import ScheduleError
+from goose_strategy.errors import BatchError, ScheduleError
 from goose_strategy.pipeline_parallel.bridge import attach_loss
 from goose_strategy.pipeline_parallel.engine import Engine
 from goose_strategy.pipeline_parallel.links import connect_stages
@@ -52,6 +52,7 @@ class PipelineCall:
     ) -> None:
         self._model = model
         self._mesh = model.mesh
+        self._scale: Tensor | None = None
         self._config = config
         self.engine = Engine(
             part,
@@ -95,6 +96,10 @@ class PipelineCall:
             # Only the last stage has divided by it; elsewhere the sum would stay under way.
             count.wait()
         loss, scale = self._share(result, own_loss=own_loss) if has_loss else (None, 1.0)
+        if self._scale is not None:
+            # The call's gradients were scaled from the loss on, or fp16 would have lost the small
+            # ones; what the user's backward brings is scaled, too.
+            scale = scale / self._scale
         logits = self._share_logits(result.logits) if want_logits else None
         if loss is not None and call is not None:
             release = Release(model, call, scale)
@@ -107,8 +112,10 @@ class PipelineCall:
         self, microbatches: list[Batch], *, train: bool, want_logits: bool
     ) -> tuple[StepResult, CallGrads | None]:
         reducer = self._model.reducer
+        self._scale_by(None)
         if not train or reducer is None:
             return self.engine.run(microbatches, train=False, want_logits=want_logits), None
+        self._scale_by(self._model.loss_scale())
         call = reducer.begin_call(self._model.sync)
         result = self.engine.run(
             microbatches,
@@ -119,6 +126,12 @@ class PipelineCall:
         with self._model.watch("gradient reduction"):
             reducer.end_call(call)
         return result, call
+
+    def _scale_by(self, scale: Tensor | None) -> None:
+        """Multiply the gradients of this call by a scale, from the loss on."""
+        self._scale = scale
+        for stage in self.engine.part.stages:
+            stage.loss_scale = scale
 
     def _share(self, result: StepResult, *, own_loss: bool) -> tuple[Tensor, float | Tensor]:
         """Return the global loss on all ranks, and the factor that its gradients still lack."""
@@ -224,3 +237,23 @@ def releases_of(loss: Tensor) -> list[Release]:
             found.append(release)
         todo.extend(following for following, _ in node.next_functions)
     return found
+
+
+def check_releases(loss: Tensor, rank: int) -> None:
+    """Check that a loss comes from pipelined calls whose gradients may be released now.
+
+    Raises:
+        BatchError: If it comes from none.
+        RuntimeError: If one was released before, or its forward ran with another `sync`.
+    """
+    if found := releases_of(loss):
+        for release in found:
+            release.check()
+        return
+    raise BatchError(
+        "backward() was called on a tensor that does not come from a pipelined call. With "
+        "pp > 1 the loss must be the model's own (pass labels=...), or be computed on the last "
+        "stage: PipelineConfig(loss_fn=my_loss) with my_loss(outputs, microbatch) -> "
+        "(sum, count).",
+        rank=rank,
+    )

@@ -35,6 +35,7 @@ from goose_strategy.optim.state import (
     load_named_optimizer_state,
     named_optimizer_state,
     owned_ranges,
+    settle_loaded,
 )
 from goose_strategy.runtime.origin import Origin
 from goose_strategy.runtime.recast import main_from_weights, weights_from_main
@@ -60,6 +61,7 @@ def model_tensors(entry: str, model: ShardedModel, keep: Filter | None = None) -
     Returns:
         The tensors; their pieces share storage with the weights.
     """
+    model.synchronize()
     weights: dict[str, Tensor] = dict(model.module.named_parameters())
     saved = model.module.state_dict(keep_vars=True)
     weights |= {name: b for name, b in model.module.named_buffers() if name in saved}
@@ -174,6 +176,7 @@ def load_model_and_optimizers(
     for entry, (model, optimizer) in optimizers.items():
         zero = _shards(model, optimizer)
         load_named_optimizer_state(zero, _as_ranges(states[entry]))
+        settle_loaded(zero)
         for group, saved in zip(optimizer.param_groups, groups[entry], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
 

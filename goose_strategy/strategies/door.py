@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from goose_strategy.comm.collectives import barrier, broadcast_object
+from goose_strategy.compat.torch import ShardedGradScaler
 from goose_strategy.compat.transformers import non_persistent_float_buffers
 from goose_strategy.errors import ConfigError
+from goose_strategy.optim.storage import check_storage
 from goose_strategy.pipeline_parallel.config import PipelineConfig
 from goose_strategy.pipeline_parallel.hooks import PipelineCallback
 from goose_strategy.runtime.core import ParallelRuntime
@@ -28,7 +30,10 @@ from goose_strategy.runtime.planning import LOGGER
 from goose_strategy.runtime.settings import RuntimeConfig
 from goose_strategy.strategies import compat
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+if TYPE_CHECKING:
+    from goose_strategy.optim.config import ZeroConfig
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true")
 """Precisions that train today, by Lightning's names."""
 
 
@@ -68,6 +73,22 @@ class Door:
     def check_sizes(self, world_size: int) -> None:
         """Refuse sizes that do not multiply to the world, before any process is started."""
         self.runtime.check_world(world_size)
+
+    def prepare_precision(self, plugin: Any) -> None:
+        """Check a precision plugin, and let it act on the whole model instead of one rank's part.
+
+        Raises:
+            ConfigError: If the precision does not train, or not with the optimizer's settings.
+        """
+        check_precision(plugin, self.config.zero)
+        keep_rotary_in_fp32(plugin)
+        scaler = getattr(plugin, "scaler", None)
+        if isinstance(scaler, torch.amp.GradScaler):
+            plugin.scaler = ShardedGradScaler.over(scaler, self._unscale)
+            self.runtime.scaler = plugin.scaler
+
+    def _unscale(self, optimizer: Any, inverse: Tensor) -> Tensor | None:
+        return self.runtime.unscale(compat.unwrap_optimizer(optimizer), inverse)
 
     def sampler_kwargs(self, rank: int, world_size: int) -> dict[str, int]:
         """Return ``num_replicas`` and ``rank`` of the data parallel axis.
@@ -195,11 +216,12 @@ def _whole_from_environment(name: str) -> int | None:
         raise ConfigError(f"{name}={value!r} must be a whole number.") from err
 
 
-def check_precision(plugin: Any) -> None:
-    """Refuse precisions that do not train yet, by name.
+def check_precision(plugin: Any, zero: ZeroConfig) -> None:
+    """Refuse precisions that do not train, and states that a precision cannot have, by name.
 
     Raises:
-        ConfigError: If the plugin's precision is not one of :data:`PRECISIONS`.
+        ConfigError: If the plugin's precision is not one of :data:`PRECISIONS`, or ``zero`` asks
+            for what it cannot have.
     """
     name = compat.plugin_precision(plugin)
     if name not in PRECISIONS:
@@ -207,6 +229,7 @@ def check_precision(plugin: Any) -> None:
         raise ConfigError(
             f"precision={name!r} is not supported by goose3d yet; choose one of {listed}."
         )
+    check_storage(zero, name)
 
 
 def keep_rotary_in_fp32(plugin: Any) -> None:

@@ -28,8 +28,6 @@ from goose_strategy.strategies import compat
 from goose_strategy.strategies.door import (
     Door,
     build_config,
-    check_precision,
-    keep_rotary_in_fp32,
     wrong_door,
 )
 from goose_strategy.strategies.verbs import StrategyVerbs
@@ -132,8 +130,7 @@ class Goose3DStrategy(StrategyVerbs, ParallelStrategy):
     @override
     def precision(self, precision: Precision | None) -> None:
         if precision is not None:
-            check_precision(precision)
-            keep_rotary_in_fp32(precision)
+            self._door.prepare_precision(precision)
         self._precision = precision
 
     @override

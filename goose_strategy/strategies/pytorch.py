@@ -32,8 +32,6 @@ from goose_strategy.strategies import compat
 from goose_strategy.strategies.door import (
     Door,
     build_config,
-    check_precision,
-    keep_rotary_in_fp32,
     wrong_door,
 )
 from goose_strategy.strategies.refusals import refuse_callbacks, refuse_twin_package
@@ -145,8 +143,7 @@ class Goose3DStrategy(StrategyVerbs, ParallelStrategy):
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         if precision_plugin is not None:
-            check_precision(precision_plugin)
-            keep_rotary_in_fp32(precision_plugin)
+            self._door.prepare_precision(precision_plugin)
             self._take_over_clipping(precision_plugin)
         self._precision_plugin = precision_plugin
 

@@ -6,13 +6,14 @@ runtime.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from goose_strategy.errors import ConfigError
-from goose_strategy.strategies.compat import unwrap_module
+from goose_strategy.strategies.compat import unwrap_module, unwrap_optimizer
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
     from goose_strategy.pipeline_parallel.hooks import PipelineCallback
     from goose_strategy.pipeline_parallel.report import PartitionReport
@@ -82,3 +83,34 @@ class StrategyVerbs:
             ConfigError: If it is not registered.
         """
         self.runtime.hooks.remove(callback)
+
+    def synchronize_parameters(self) -> None:
+        """Wait for weights that the last step did not wait for (``overlap_param_gather``).
+
+        Call it on all ranks before parameters are read, or written, past the module's ``forward``
+        and ``state_dict``.
+        """
+        self.runtime.synchronize_parameters()
+
+    def skipped_steps(self, optimizer: Optimizer) -> int:
+        """Return how many steps of an optimizer were skipped because of NaN or infinity.
+
+        Args:
+            optimizer: An optimizer that was set up, wrapped by Lightning or not.
+        """
+        return self.runtime.skipped_steps(unwrap_optimizer(optimizer))
+
+    def full_optimizer_state(
+        self, optimizer: Optimizer, *, rank0_only: bool = True
+    ) -> dict[str, Any]:
+        """Return the state dict that the optimizer would have in one process. Collective.
+
+        Args:
+            optimizer: An optimizer that was set up, wrapped by Lightning or not.
+            rank0_only: Put it together on global rank 0 alone; the others get an empty dict.
+
+        Returns:
+            Whole fp32 tensors on the host, as ``optimizer.state_dict()`` has them without a
+            strategy; bf16 parameters have their main weights under ``main``.
+        """
+        return self.runtime.full_optimizer_state(unwrap_optimizer(optimizer), rank0_only=rank0_only)

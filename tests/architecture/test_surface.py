@@ -9,6 +9,7 @@ PUBLIC = [
     "Goose3DProgressBar",
     "Goose3DStrategy",
     "GooseError",
+    "Lion",
     "ParallelRuntime",
     "PipelineCallback",
     "PipelineConfig",

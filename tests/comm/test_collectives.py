@@ -14,6 +14,7 @@ from goose_strategy.comm.collectives import (
     barrier,
     broadcast,
     broadcast_object,
+    exchange_flat,
     reduce_scatter_flat,
 )
 from goose_strategy.mesh.layout import MeshLayout
@@ -196,3 +197,34 @@ def test_one_rank_alone_does_nothing():
     assert all_gather_objects("a", None) == ["a"]
     assert broadcast_object("a", source=0, group=None) == "a"
     barrier(None)
+
+
+def _exchanges(ctx, shared_memory):
+    mesh = _mesh(ctx, shared_memory)
+    size = ctx.world_size
+    try:
+        for numel in NUMELS:
+            for dtype in DTYPES:
+                width = numel // 4 + 1
+                everyone = [_values(rank, width * size, dtype) for rank in range(size)]
+                mine = everyone[ctx.rank].clone()
+                received = torch.empty_like(mine)
+                work = exchange_flat(received, mine, mesh.tp, async_op=True)
+                total = torch.ones(3)
+                all_reduce(total, mesh.tp)
+                work.wait()
+                expected = torch.cat([each.view(size, width)[ctx.rank] for each in everyone])
+                assert torch.equal(received, expected), (numel, dtype)
+                assert torch.equal(mine, everyone[ctx.rank]), "the sent tensor stays"
+                assert total.tolist() == [size] * 3
+        alone = torch.empty(5)
+        assert exchange_flat(alone, torch.arange(5.0), None) is DONE
+        assert alone.tolist() == [0, 1, 2, 3, 4]
+    finally:
+        mesh.close()
+
+
+@pytest.mark.parametrize("shared_memory", TRANSPORTS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_an_exchange_hands_every_rank_its_slices(world_size, shared_memory):
+    run_ranks(_exchanges, world_size, shared_memory)

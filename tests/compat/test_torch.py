@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from goose_strategy.compat.torch import (
+    ShardedGradScaler,
     clone_store,
     default_store,
     drop_compiled,
@@ -96,6 +97,47 @@ def test_hooks_behind_a_forward_are_seen():
     assert has_forward_hooks(module)
     handle.remove()
     assert not has_forward_hooks(module)
+
+
+def test_a_scaler_hands_out_the_search_for_infinities():
+    """`GradScaler._unscale_grads_`, its lazy `_scale`, and what fused optimizers are offered."""
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([param], lr=0.1, fused=True)
+    asked = []
+
+    def unscale(which, inverse):
+        asked.append((which, inverse.item()))
+        param.grad.mul_(inverse)
+        return (~param.grad.isfinite().all()).float()
+
+    user = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1, growth_factor=2.0)
+    scaler = ShardedGradScaler.over(user, unscale)
+    assert scaler.current(torch.device("cpu")) == 4.0
+    kept = scaler.current(torch.device("cpu"))
+    for factor, moves, scale in ((1.0, True, 8.0), (torch.inf, False, 4.0)):
+        before = param.detach().clone()
+        scaler.scale(param.sum() * factor).backward()
+        assert scaler.step(optimizer) is None
+        assert torch.equal(param, before) != moves
+        scaler.update()
+        assert scaler.get_scale() == scale
+        optimizer.zero_grad()
+    assert kept == 4.0, "an update leaves the number of an earlier call alone"
+    assert asked == [(optimizer, 0.25), (optimizer, 0.125)]
+    assert optimizer._step_supports_amp_scaling
+    assert not hasattr(optimizer, "grad_scale")
+
+
+def test_a_scaler_leaves_optimizers_to_torch_that_nobody_knows():
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    user = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler = ShardedGradScaler.over(user, lambda which, inverse: None)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    assert param.tolist() == [0.0] * 4
+    disabled = ShardedGradScaler.over(torch.amp.GradScaler("cpu", enabled=False), lambda *_: None)
+    assert disabled.current(torch.device("cpu")) is None
 
 
 def test_a_stage_runs_with_stand_ins_in_the_stack():

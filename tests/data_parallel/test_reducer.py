@@ -347,3 +347,30 @@ def test_complex_parameters_are_refused() -> None:
     with pytest.raises(RankFailure, match=r"'p' has dtype=torch\.complex64") as caught:
         run_ranks(_complex, 1)
     assert caught.value.kind == ConfigError.__name__
+
+
+def _narrow(ctx: Context) -> tuple[list[str], list[torch.dtype], bool]:
+    options = {"zero": {"grads": "bf16"}}
+    driver = Sharded(toy.toy(torch.bfloat16), adamw, toy.make_mesh(ctx.world_size), **options)
+    x = driver.rows(batch(0, torch.bfloat16))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        driver.backward(driver.forward(x).square().mean(), sync=False)
+        driver.backward(driver.forward(x).square().mean(), sync=False)
+        driver.backward(driver.forward(x).square().mean())
+    dtypes = [p.grad.dtype for p in driver.model.parameters() if p.grad is not None]
+    dtypes += [bucket.grads.flat.dtype for bucket in driver.reducer.buckets]
+    driver.optimizer.step()
+    moved = all(p.isfinite().all().item() for p in driver.model.parameters())
+    driver.close()
+    return [str(w.message) for w in caught], dtypes, moved
+
+
+def test_gradients_in_bf16_are_warned_of_once_where_they_accumulate() -> None:
+    first, second = run_ranks(_narrow, 2)
+    assert len(first[0]) == 1
+    assert "grads='bf16' rounds" in first[0][0]
+    assert second[0] == []
+    for _, dtypes, moved in (first, second):
+        assert set(dtypes) == {torch.bfloat16}
+        assert moved

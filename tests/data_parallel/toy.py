@@ -159,6 +159,7 @@ class Sharded(Plain):
         told: bool = True,
         bucket_numel: int = 6000,
         overlap: bool = True,
+        zero: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(model, wanted)
         self.mesh = mesh
@@ -173,7 +174,7 @@ class Sharded(Plain):
             list(model.named_parameters()),
             specs or {},
             mesh,
-            config=ZeroConfig(bucket_numel=bucket_numel, overlap_reduce=overlap),
+            config=ZeroConfig(bucket_numel=bucket_numel, overlap_reduce=overlap, **(zero or {})),
             average=True,
             owner_of=owners if told else {},
         )

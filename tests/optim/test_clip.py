@@ -98,10 +98,12 @@ def test_a_norm_that_is_not_finite_is_refused_before_anything_changes(value: flo
     for facts in run_ranks(_nonfinite, 2, value, True):
         assert "none was changed" in facts["message"]
         assert facts["same"]
-    for facts in run_ranks(_nonfinite, 2, value, False):
+    ranks = run_ranks(_nonfinite, 2, value, False)
+    for facts in ranks:
         assert facts["message"] == ""
         assert not math.isfinite(facts["norm"])
-        assert not facts["same"]
+    # The rank whose slices hold nothing else has nothing that could change.
+    assert not all(facts["same"] for facts in ranks)
 
 
 def _wide(ctx: Context) -> tuple[float, float, torch.dtype, torch.dtype]:
@@ -181,3 +183,22 @@ def test_an_order_that_is_not_positive_is_refused() -> None:
     with pytest.raises(RankFailure, match=r"norm_type=0\.0") as caught:
         run_ranks(_bad_order, 1)
     assert caught.value.kind == ConfigError.__name__
+
+
+def _recovered(ctx: Context) -> list[float]:
+    driver = Sharded(toy.toy(), adamw, toy.make_mesh(ctx.world_size))
+    norms = []
+    for value in (1.0, math.nan, 1.0):
+        _backward(driver)
+        driver.model.outer.weight.grad.mul_(value)
+        norms.append(driver.clip(1e-3))
+        driver.optimizer.zero_grad()
+    driver.close()
+    return norms
+
+
+def test_a_norm_of_nan_does_not_stay() -> None:
+    """What lies between parameters was multiplied by NaN, and every later norm was NaN."""
+    for first, second, third in run_ranks(_recovered, 2):
+        assert math.isnan(second)
+        assert third == first

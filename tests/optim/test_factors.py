@@ -27,6 +27,7 @@ def test_taking_sums_and_marks() -> None:
 def test_equal_factors_pass_and_others_are_listed() -> None:
     check_factors([])
     check_factors([0.25, 0.25])
+    check_factors([float("nan"), float("nan")])
     with pytest.raises(BatchError, match=r"different factors, \[1.0, 0.0\] by rank"):
         check_factors([1.0, 0.0])
 

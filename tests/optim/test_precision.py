@@ -1,4 +1,4 @@
-"""Weights of lower precision: gradients, main weights and moments are fp32."""
+"""Weights of lower precision under the preset fp32: all but the weights is fp32."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.harness.worker import Context
 from tests.harness.world import run_ranks
 
 BF16 = torch.bfloat16
+FP32 = {"preset": "fp32"}
 
 
 def _simulated(steps: int, world_size: int) -> dict[str, Tensor]:
@@ -46,7 +47,7 @@ def _simulated(steps: int, world_size: int) -> dict[str, Tensor]:
 
 
 def _trained(ctx: Context) -> tuple[dict[str, Tensor], dict[str, Tensor], set[torch.dtype]]:
-    driver = Sharded(toy.toy(BF16, branches=1), adamw, toy.make_mesh(ctx.world_size))
+    driver = Sharded(toy.toy(BF16, branches=1), adamw, toy.make_mesh(ctx.world_size), zero=FP32)
     for step in range(4):
         for part in range(2):
             x = driver.rows(batch(2 * step + part, BF16))
@@ -86,7 +87,10 @@ def _small_steps(ctx: Context) -> tuple[float, float]:
     model = nn.Linear(8, 8, bias=False).to(BF16)
     nn.init.ones_(model.weight)
     driver = Sharded(
-        model, lambda m: [optim.SGD(m.parameters(), lr=1e-3)], toy.make_mesh(ctx.world_size)
+        model,
+        lambda m: [optim.SGD(m.parameters(), lr=1e-3)],
+        toy.make_mesh(ctx.world_size),
+        zero=FP32,
     )
     for _ in range(20):
         driver.backward(model.weight.sum())
@@ -105,7 +109,7 @@ def test_small_steps_are_not_lost() -> None:
 
 
 def _written(ctx: Context) -> list[object]:
-    driver = Sharded(toy.toy(BF16, branches=1), adamw, toy.make_mesh(ctx.world_size))
+    driver = Sharded(toy.toy(BF16, branches=1), adamw, toy.make_mesh(ctx.world_size), zero=FP32)
 
     def step() -> int:
         driver.backward(driver.forward(driver.rows(batch(0, BF16))).square().mean())

@@ -64,6 +64,7 @@ class Case:
         settings: Further arguments of the model's config.
         pipeline: Further arguments of the pipeline's config.
         tensor: Arguments of the tensor parallel config.
+        zero: Arguments of the optimizer's config.
     """
 
     family: Family = "llama"
@@ -84,6 +85,7 @@ class Case:
     settings: tuple[tuple[str, Any], ...] = ()
     pipeline: tuple[tuple[str, Any], ...] = ()
     tensor: tuple[tuple[str, Any], ...] = ()
+    zero: tuple[tuple[str, Any], ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -95,7 +97,7 @@ class Case:
         """The same in one process."""
         # A mesh of four tp ranks needs four kv heads; one process takes the same model.
         tp = 4 if self.tp == 4 else 1
-        mesh = {"schedule": "1F1B", "microbatches": 1, "pipeline": (), "tensor": ()}
+        mesh = {"schedule": "1F1B", "microbatches": 1, "pipeline": (), "tensor": (), "zero": ()}
         return replace(self, tp=tp, pp=1, dp=1, **mesh)
 
     @property
@@ -142,7 +144,7 @@ class Case:
                 **pipeline,
             ),
             tensor=TensorConfig(**tensor),
-            zero=ZeroConfig(bucket_numel=4096),
+            zero=ZeroConfig(**{"bucket_numel": 4096, **dict(self.zero)}),
         )
 
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from goose_strategy.grads.store import WeightGradStore
-from goose_strategy.tensor_parallel.defer import defer_weight_gradients
 from torch import Tensor, nn
 
+from goose_strategy.grads.store import WeightGradStore
 from goose_strategy.pipeline_parallel.balance import count_work
 from goose_strategy.pipeline_parallel.config import PipelineConfig
 from goose_strategy.pipeline_parallel.engine import Engine, StepResult
@@ -23,6 +22,7 @@ from goose_strategy.pipeline_parallel.probe import probe_model
 from goose_strategy.pipeline_parallel.program import splits_backward
 from goose_strategy.pipeline_parallel.stage import ModelPart, PipelineStage, cut_model
 from goose_strategy.pipeline_parallel.tables.chunks import Chunks
+from goose_strategy.tensor_parallel.defer import defer_weight_gradients
 
 WAIT_S = 20.0
 

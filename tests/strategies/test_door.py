@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.fabric.plugins import HalfPrecision, Precision
+from lightning.fabric.plugins import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from goose_strategy import Goose3DFabricStrategy, Goose3DStrategy
+from goose_strategy import Goose3DFabricStrategy, Goose3DStrategy, ZeroConfig
+from goose_strategy.compat.torch import ShardedGradScaler
 from goose_strategy.errors import ConfigError
 from goose_strategy.runtime.planning import LOGGER
 from goose_strategy.runtime.settings import RuntimeConfig
@@ -62,7 +63,7 @@ class Named(Precision):
         self.precision = name  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("name", ["16-mixed", "16-true", "transformer-engine", "bitsandbytes"])
+@pytest.mark.parametrize("name", ["16-true", "transformer-engine", "bitsandbytes"])
 def test_precisions_that_do_not_train_are_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"precision='{name}' is not supported.*'bf16-mixed'"):
         Goose3DFabricStrategy(precision=Named(name))
@@ -77,7 +78,8 @@ def test_half_precision_is_refused_before_any_group() -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
+# On the CPU Lightning makes bf16-mixed of 16-mixed, with a warning.
+@pytest.mark.parametrize("name", [name for name in PRECISIONS if name != "16-mixed"])
 def test_the_others_are_taken_at_both_doors(name: Any) -> None:
     fabric = Fabric(accelerator="cpu", devices=1, strategy="goose3d", precision=name)
     trainer = Trainer(
@@ -85,6 +87,50 @@ def test_the_others_are_taken_at_both_doors(name: Any) -> None:
     )
     assert fabric.strategy.precision.precision == name
     assert trainer.strategy.precision_plugin.precision == name
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "wanted"),
+    [
+        ("32-true", {"preset": "compact"}, "preset='compact' .*precision='32-true'.*main='fp32'"),
+        ("bf16-mixed", {"main": "bf16+8"}, "main='bf16[+]8' .*precision='bf16-mixed'"),
+        ("16-mixed", {"preset": "default"}, "preset='default' .*precision='16-mixed'"),
+        ("32-true", {"grads": "bf16"}, "grads='bf16' .*precision='32-true'"),
+        ("64-true", {"exp_avg_sq": "8bit"}, "exp_avg_sq='8bit' .*precision='64-true'"),
+        ("64-true", {"skip_nonfinite": True}, "skip_nonfinite=True .*precision='64-true'"),
+        ("64-true", {"grads": "bf16"}, "grads='bf16' .*precision='64-true'"),
+    ],
+)
+def test_states_that_a_precision_cannot_have_are_refused_by_name(
+    name: str, settings: dict[str, Any], wanted: str
+) -> None:
+    zero = ZeroConfig(**settings)
+    with pytest.raises(ConfigError, match=wanted):
+        Goose3DFabricStrategy(zero=zero, precision=Named(name))
+    with pytest.raises(ConfigError, match=wanted):
+        Goose3DStrategy(zero=zero, precision_plugin=Named(name))  # type: ignore[arg-type]
+
+
+def test_states_that_a_precision_can_have_are_taken() -> None:
+    for name, settings in (
+        ("bf16-true", {"preset": "compact"}),
+        ("bf16-true", {"grads": "bf16", "main": "bf16"}),
+        ("32-true", {"preset": "compact", "main": "fp32"}),
+        ("16-mixed", {"exp_avg": "bf16", "skip_nonfinite": True}),
+        ("64-true", {"preset": "fp32"}),
+    ):
+        Goose3DFabricStrategy(zero=ZeroConfig(**settings), precision=Named(name))
+
+
+def test_the_scaler_of_a_plugin_keeps_its_settings_and_its_type() -> None:
+    user = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=7)
+    plugin = MixedPrecision("16-mixed", device="cpu", scaler=user)
+    for strategy in (Goose3DFabricStrategy(precision=plugin), Goose3DFabricStrategy()):
+        strategy.precision = plugin
+        scaler = plugin.scaler
+        assert isinstance(scaler, ShardedGradScaler)
+        assert scaler.state_dict() == user.state_dict()
+        assert strategy.runtime.scaler is scaler
 
 
 def test_a_cast_leaves_rotary_frequencies_in_fp32() -> None:
