@@ -19,6 +19,7 @@ from goose_strategy.comm.collectives import (
     reduce_scatter_flat,
 )
 from goose_strategy.data_parallel.wire import NarrowSum
+from goose_strategy.errors import ConfigError
 from goose_strategy.grads.buffer import GradBuffer, GradSlot
 
 if TYPE_CHECKING:
@@ -96,6 +97,31 @@ class Bucket:
     def slots(self) -> list[GradSlot]:
         """The parameters, in the order of their elements."""
         return self.grads.slots
+
+    def take_back(self) -> None:
+        """Move parameters back in that were given another memory, with the values they have there.
+
+        ``p.data = tensor`` does that, and with it ``vector_to_parameters`` and ``module.to``: a
+        step would go on with the weights here, which no forward reads any more.
+
+        Raises:
+            ConfigError: If one has another dtype, shape or device now.
+        """
+        address, size = self.weights.data_ptr(), self.weights.element_size()
+        for slot in self.slots:
+            param = slot.param
+            if param.data_ptr() == address + slot.start * size:
+                continue
+            place = self.weights[slot.start : slot.stop].view(slot.view.shape)
+            for what in ("dtype", "shape", "device"):
+                now, then = getattr(param, what), getattr(place, what)
+                if now != then:
+                    raise ConfigError(
+                        f"parameter {slot.name} has {what}={now} since it was set up with {then}; "
+                        "change the module before the set-up, and its dtype by precision=..."
+                    )
+            place.copy_(param.detach())
+            param.data = place
 
     def idle(self) -> bool:
         """Whether none of the parameters is trained at present (all were frozen later)."""

@@ -48,7 +48,8 @@ class ZeroConfig:
         wire: In what fp32 gradients travel between replicas; the sum is taken in fp32 either way.
         overlap_param_gather: Do not wait for the weights of other ranks at the end of a step. They
             are waited for by the next forward, ``state_dict()``, a save, and
-            ``strategy.synchronize_parameters()``; whoever reads a parameter before sees old ones.
+            ``strategy.synchronize_parameters()``; whoever reads or writes a
+            parameter before meets old ones.
         skip_nonfinite: Also skip steps whose gradients are not finite where the state is all fp32.
             Such states are otherwise stepped by torch's kernels, which write NaN; all others are
             stepped by ours, which skip.

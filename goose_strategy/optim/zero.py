@@ -237,6 +237,8 @@ class ZeroShards:
         self.prepare()
         check_factors(self.exchange_factors())
         self._absorb()
+        for shard in self.shards:
+            shard.bucket.take_back()
         if self.take_over_weights():
             warnings.warn(
                 "Weights were written from outside since the last step (load_state_dict, an "

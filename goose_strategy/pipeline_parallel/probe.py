@@ -109,8 +109,8 @@ def default_example(
     vocab = getattr(config, "vocab_size", None)
     if not isinstance(vocab, int):
         raise PlanError(
-            f"{type(model).__name__} has no config.vocab_size to make input_ids from; pass "
-            "example=dict(...), the keyword arguments of its forward.",
+            f"{type(model).__name__} has no config.vocab_size to make input_ids from, with which "
+            "its layers could be watched; use pp=1.",
             axis="pp",
         )
     device = next(model.parameters()).device

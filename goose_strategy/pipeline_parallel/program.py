@@ -53,7 +53,7 @@ def read_schedule(path: str) -> Schedule:
         ConfigError: If it cannot be read, or is no schedule; names the line and the action.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"schedule={path!r} cannot be read: {error}; name one of {', '.join(CATALOGUE)}, or a "

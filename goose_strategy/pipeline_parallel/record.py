@@ -203,7 +203,8 @@ def _run(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     except Exception as error:
         raise PlanError(
             f"{type(model).__name__} does not run on the probe's inputs {sorted(inputs)}: "
-            f"{type(error).__name__}: {error}. Pass example=dict(...) with inputs it takes.",
+            f"{type(error).__name__}: {error}. A pipeline needs a model that computes from "
+            "input_ids alone; use pp=1.",
             axis="pp",
         ) from error
 

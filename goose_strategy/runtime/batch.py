@@ -172,6 +172,20 @@ def refuse_router_loss(batch: Mapping[str, Any], pp: int) -> None:
         )
 
 
+def refuse_intermediates(batch: Mapping[str, Any], pp: int) -> None:
+    """Refuse hidden states and attentions of all layers: they are on the stages that made them.
+
+    Raises:
+        BatchError: If they were asked for.
+    """
+    for name in ("output_hidden_states", "output_attentions"):
+        if batch.get(name):
+            raise BatchError(
+                f"{name}=True asks for tensors of all layers, but pp={pp} leaves each stage those "
+                "of its own; leave it out, use hooks on the layers, or pp=1."
+            )
+
+
 def join_logits(logits: list[Tensor]) -> Any:
     """Return microbatches' logits in one tensor, or as they are where their lengths differ."""
     if len({tensor.shape[1:] for tensor in logits}) == 1:

@@ -34,6 +34,7 @@ from goose_strategy.runtime.batch import (
     check_not_empty,
     join_logits,
     refuse_cache,
+    refuse_intermediates,
     refuse_router_loss,
 )
 from goose_strategy.runtime.counting import TokenCount
@@ -196,7 +197,8 @@ class PipelinedForward:
         """Run the schedule over all microbatches; see :mod:`goose_strategy.runtime.forward`.
 
         Raises:
-            BatchError: If the batch is empty or differs between the ranks of this replica.
+            BatchError: If the batch is empty or differs between the ranks of this replica, or asks
+                for what is spread over the stages.
             NotImplementedError: If a cache is passed, as ``generate()`` does.
         """
         model = self._model
@@ -206,6 +208,7 @@ class PipelinedForward:
             check_not_empty(batch)
             refuse_cache(batch, model.mesh.pp_size)
             refuse_router_loss(batch, model.mesh.pp_size)
+            refuse_intermediates(batch, model.mesh.pp_size)
         batches = model.guard(batches)
         as_tuple = batches[0].pop("return_dict", None) is False
         grad = torch.is_grad_enabled()

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
 from goose_strategy.comm.collectives import all_gather_objects
 from goose_strategy.errors import ConfigError
@@ -46,13 +47,31 @@ def record_groups(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Gr
                 f"to the module it is set up with (first shape: {foreign[0]}); build it from "
                 "model.parameters() of exactly this module, before fabric.setup(model, optimizer)."
             )
-        if optimizer.state:
+        if optimizer.state and not _just_made(optimizer):
             raise ConfigError(
                 f"{type(optimizer).__name__} has state already; set it up first and then load its "
                 "state with fabric.load(...) so that each rank reads its own shard."
             )
         recorded.append([[names[id(p)] for p in g["params"]] for g in optimizer.param_groups])
     return recorded
+
+
+def _just_made(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's state is that of its constructor, which only Adagrad's makes."""
+    steps = [state["step"] for state in optimizer.state.values() if "step" in state]
+    return isinstance(optimizer, Adagrad) and all(step.is_meta or not step for step in steps)
+
+
+def _remake_state(optimizer: Optimizer) -> None:
+    """Make the state that Adagrad's constructor makes, for the parameters there are now."""
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            device = param.device if group["fused"] else "cpu"
+            optimizer.state[param] = {
+                "step": torch.zeros((), dtype=torch.float32, device=device),
+                "sum": torch.full_like(param, group["initial_accumulator_value"]).detach(),
+            }
 
 
 def check_storages(module: nn.Module) -> None:
@@ -123,6 +142,8 @@ def refill_groups(
         for group, names in zip(optimizer.param_groups, groups, strict=True):
             kept = [now.get(name, copies.get(name)) for name in names]
             group["params"] = [p for p in kept if p is not None]
+        if optimizer.state:
+            _remake_state(optimizer)
 
 
 def strip_placeholders(optimizers: Sequence[Optimizer]) -> None:

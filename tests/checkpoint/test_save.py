@@ -108,6 +108,8 @@ def fail_in_write(context: Any, path: Path) -> tuple[str, list[str]]:
         BoxSavePlanner.resolve_data = fail
     try:
         message = attempt(lambda: save_checkpoint(path, contents, mesh=mesh))
+        # The other rank may still be clearing away what it has begun.
+        dist.barrier()
     finally:
         BoxSavePlanner.resolve_data = resolve
         mesh.close()
@@ -127,6 +129,8 @@ def fail_in_publish(context: Any, path: Path) -> tuple[str, list[str]]:
     folder.publish = fail
     try:
         message = attempt(lambda: save_checkpoint(path, contents, mesh=mesh))
+        # The other rank may still be clearing away what it has begun.
+        dist.barrier()
     finally:
         folder.publish = publish
         mesh.close()

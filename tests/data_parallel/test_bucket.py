@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from goose_strategy.data_parallel.bucket import Bucket
 from goose_strategy.data_parallel.plan import BucketKey, Entry, plan_buckets
+from goose_strategy.errors import ConfigError
 from goose_strategy.mesh.layout import MeshLayout
 from goose_strategy.mesh.mesh import ParallelMesh
 from tests.data_parallel import toy
@@ -122,3 +123,22 @@ def test_what_is_summed_on_other_communicators_waits() -> None:
     assert not key.late
     assert replace(key, tp_partial=True).late
     assert replace(key, tie="embed").late
+
+
+def _replaced(ctx: Context) -> None:
+    driver = Sharded(toy.toy(torch.float32, branches=1), adamw, toy.make_mesh(ctx.world_size))
+    gain = driver.model.gain
+    owner = next(b for b in driver.reducer.buckets if any(s.param is gain for s in b.slots))
+    gain.data = torch.tensor(7.0)
+    owner.take_back()
+    begin = owner.weights.untyped_storage().data_ptr()
+    assert gain.untyped_storage().data_ptr() == begin
+    assert gain.item() == 7.0
+    for wrong, why in ((gain.double(), "dtype=torch.float64"), (torch.ones(1), "shape=")):
+        gain.data = wrong.detach()
+        with pytest.raises(ConfigError, match=f"parameter gain has {why}"):
+            owner.take_back()
+
+
+def test_a_parameter_that_was_moved_out_is_moved_back_or_refused() -> None:
+    run_ranks(_replaced, 1)

@@ -239,6 +239,26 @@ def test_parameters_may_be_thawed_later(kind: type[Optimizer]) -> None:
         assert_same(trace, expected, rel=1e-11)
 
 
+def _replaced(driver: Plain) -> None:
+    """Some steps begin with parameters that were given another memory."""
+    params = list(driver.model.parameters())
+    for step in range(STEPS):
+        if step == 1:
+            halved = nn.utils.parameters_to_vector(params).detach() * 0.5
+            nn.utils.vector_to_parameters(halved, params)
+        driver.backward(driver.forward(driver.rows(batch(step))).square().mean())
+        if step == 3:
+            driver.model.gain.data = driver.model.gain.data * 2
+        driver.optimizer.step()
+        driver.optimizer.zero_grad()
+
+
+def test_parameters_whose_memory_was_replaced_are_stepped() -> None:
+    expected = reference(_replaced)
+    for trace in run_ranks(run_sharded, 2, _replaced, adamw, {"bucket_numel": 4000}):
+        assert_same(trace, expected, rel=1e-11)
+
+
 # -- what is visible, and what is refused ----------------------------------------------------------
 
 

@@ -28,6 +28,13 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": adamw,
     # Smooth in the gradients: AdamW's first steps turn their smallest differences into signs.
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True),
+    "grouped": lambda params: torch.optim.AdamW(
+        [
+            {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0, "lr": 5e-4},
+        ],
+        lr=1e-3,
+    ),
     # Steps smaller than the spacing of bf16 weights.
     "slow": lambda params: torch.optim.AdamW(params, lr=2e-4),
 }

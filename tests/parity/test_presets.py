@@ -15,6 +15,7 @@ from goose_strategy.mesh.mesh import ParallelMesh
 from goose_strategy.optim import native
 from tests.harness.compare import relative_error
 from tests.parity.grid import Bounds, Case, assert_parity, reference_of, run_case
+from tests.parity.session import OPTIMIZERS
 
 BF16 = torch.bfloat16
 CUBE = Case(tp=2, pp=2, dp=2)
@@ -66,6 +67,26 @@ def test_fp32_by_our_own_step_equals_one_process() -> None:
     case = replace(CUBE, dtype=torch.float32, optimizer="sgd", max_norm=0.5, tied=True)
     bounds = Bounds(loss=1e-6, gradient=1e-5, parameter=1e-6)
     assert_parity(replace(case, zero=(("skip_nonfinite", True),)), bounds)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("native_step", [False, True], ids=["torch", "native"])
+def test_fifty_clipped_steps_of_two_groups_are_those_of_torch(native_step: bool) -> None:
+    """Torch's AdamW, given what the mesh's replicas and stages agreed on, comes to its weights."""
+    zero = (("skip_nonfinite", True),) if native_step else ()
+    case = replace(CUBE, dtype=torch.float32, optimizer="grouped", steps=50, rows=4, zero=zero)
+    run = run_case(replace(case, max_norm=0.5, microbatches=2))
+    model = case.model()
+    weights = dict(model.named_parameters())
+    optimizer = OPTIMIZERS["grouped"](list(weights.values()))
+    for gradients, norm in zip(run.gradients, run.norms, strict=True):
+        factor = min(1.0, 0.5 / (norm + 1e-6))
+        for name, weight in weights.items():
+            weight.grad = gradients[name].to(weight.dtype) * factor
+        optimizer.step()
+    assert any(norm > 0.5 for norm in run.norms)
+    for name, weight in weights.items():
+        assert relative_error(run.parameters[name], weight.detach()) < 1e-7, name
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])

@@ -95,7 +95,7 @@ def test_a_limit_rules_out_what_holds_more() -> None:
     chosen = next(f for f in tight.figures if f.schedule is tight.best)
     assert max(chosen.memory) < used
     # Weights are a part of it: a first stage without activations holds 2000 and its layers.
-    with pytest.raises(PlanError, match="memory_limit=2000 is less than every candidate needs"):
+    with pytest.raises(PlanError, match="memory_limit_bytes=2000 is less than every candidate"):
         choose_schedule(replace(QUESTION, memory_limit=2000))
 
 

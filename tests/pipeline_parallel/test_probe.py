@@ -132,7 +132,7 @@ def test_layers_must_run_once_and_in_order(habit: str, message: str) -> None:
 
 
 def test_inputs_that_do_not_fit_are_named() -> None:
-    with pytest.raises(PlanError, match=r"Toy has no config\.vocab_size.*pass example"):
+    with pytest.raises(PlanError, match=r"Toy has no config\.vocab_size.*use pp=1"):
         probe_model(toy())
     with pytest.raises(PlanError, match=r"Toy does not run on the probe's inputs \['wrong'\]"):
         probe_model(toy(), {"wrong": 3})

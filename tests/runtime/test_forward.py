@@ -265,10 +265,18 @@ def _staged(_ctx: Context) -> dict[str, str]:
         model = tiny_model("mixtral")
         runtime.shard_module(model)
         batch = {**batches(1)[0], "output_router_logits": True}
-        return {"config": in_config, "call": message(lambda: model(**batch), BatchError)}
+        call = message(lambda: model(**batch), BatchError)
+        wanted = {**batches(1)[0], "output_hidden_states": True}
+        hidden = message(lambda: model(**wanted), BatchError)
+        return {"config": in_config, "call": call, "hidden": hidden}
 
 
 def test_a_pipeline_refuses_a_loss_over_all_routers() -> None:
     for found in run_ranks(_staged, 2):
         assert "output_router_logits=True adds a loss over the routers of all" in found["config"]
         assert "output_router_logits=True adds a loss over the routers of all" in found["call"]
+
+
+def test_a_pipeline_refuses_tensors_of_all_layers() -> None:
+    for found in run_ranks(_staged, 2):
+        assert "output_hidden_states=True asks for tensors of all layers" in found["hidden"]

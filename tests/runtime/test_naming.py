@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adagrad, AdamW
 
 from goose_strategy.errors import ConfigError
 from goose_strategy.runtime.naming import (
@@ -90,6 +90,24 @@ def test_groups_are_filled_with_what_is_left() -> None:
     assert first["params"] == [module[0].weight]
     assert second["params"] == [module[1].weight]
     assert second["lr"] == 1.0
+
+
+def test_state_that_the_constructor_made_follows_the_parameters() -> None:
+    module = two_layers()
+    optimizer = Adagrad(module.parameters(), initial_accumulator_value=0.5)
+    recorded = record_groups(module, [optimizer])
+    module[0].weight = nn.Parameter(torch.ones(1, 2))
+    module[0].register_parameter("bias", None)
+    refill_groups(module, [optimizer], recorded, {})
+    assert set(optimizer.state) == set(module.parameters())
+    state = optimizer.state[module[0].weight]
+    assert state["step"].item() == 0
+    assert torch.equal(state["sum"], torch.full((1, 2), 0.5))
+    for param in module.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    with pytest.raises(ConfigError, match="Adagrad has state already"):
+        record_groups(module, [optimizer])
 
 
 def test_a_tied_copy_takes_the_place_of_its_weight() -> None:

@@ -171,7 +171,7 @@ def _failing(ctx: Context) -> list[str]:
 def test_all_ranks_refuse_alike() -> None:
     for failed, tight, many, differs in run_ranks(_failing, 2):
         assert "no memory for this" in failed
-        assert "memory_limit=1000 is less than every candidate needs" in tight
+        assert "memory_limit_bytes=1000 is less than every candidate needs" in tight
         assert "pp=2 x 5 stages per rank = 10 is more than the model's 8 layers" in many
         assert "different things as the plan of the pipeline" in differs
 

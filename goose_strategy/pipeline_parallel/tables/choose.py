@@ -83,8 +83,8 @@ def choose(
     if not fitting:
         least = min(figures, key=lambda entry: max(entry.memory))
         raise PlanError(
-            f"memory_limit={memory_limit} is less than every candidate needs; the least is "
-            f"{max(least.memory):g} with {_name(least.schedule)}. Raise the limit, recompute "
+            f"memory_limit_bytes={memory_limit:.0f} is less than every candidate needs; the least "
+            f"is {max(least.memory):,.0f} with {_name(least.schedule)}. Raise the limit, recompute "
             "activations, or use more ranks or microbatches."
         )
     best = min(fitting, key=lambda entry: (entry.makespan, max(entry.memory)))

@@ -65,7 +65,7 @@ def test_the_smaller_of_equally_fast_ones_is_taken() -> None:
 
 
 def test_when_nothing_fits_the_least_is_named() -> None:
-    with pytest.raises(PlanError, match=r"memory_limit=1.0 .* the least is 4 with VMin, 16 mic"):
+    with pytest.raises(PlanError, match=r"memory_limit_bytes=1 .* least is 4 with VMin, 16 mic"):
         choose(ALL, costs, 1.0)
 
 
