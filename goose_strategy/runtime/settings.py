@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from goose_strategy.errors import ConfigError
 from goose_strategy.optim.config import ZeroConfig
 from goose_strategy.pipeline_parallel.compiled import refuse_split
 from goose_strategy.pipeline_parallel.config import AUTO, PipelineConfig
 from goose_strategy.pipeline_parallel.tables.chunks import Chunks
+from goose_strategy.privacy.config import PrivacyConfig
 from goose_strategy.tensor_parallel.config import TensorConfig
 from goose_strategy.validate import at_least, whole
-
-if TYPE_CHECKING:
-    from goose_strategy.privacy.config import PrivacyConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +67,11 @@ class RuntimeConfig:
     def _check_privacy(self) -> None:
         if self.privacy is None:
             return
+        # Anything but None would train under no promise.
+        if not isinstance(self.privacy, PrivacyConfig):
+            raise ConfigError(
+                f"privacy={self.privacy!r} must be a PrivacyConfig, or None for ordinary training."
+            )
         for name, value in (("grads", self.zero.grads), ("wire", self.zero.wire)):
             if value != "fp32":
                 raise ConfigError(

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from goose_strategy import Goose3DFabricStrategy, Goose3DStrategy, ZeroConfig
 from goose_strategy.compat.torch import ShardedGradScaler
 from goose_strategy.errors import ConfigError
+from goose_strategy.privacy.config import PrivacyConfig
 from goose_strategy.runtime.planning import LOGGER
 from goose_strategy.runtime.settings import RuntimeConfig
 from goose_strategy.strategies.door import (
@@ -172,9 +173,12 @@ def test_rooms_become_one_config() -> None:
     assert (config.tp, config.pp) == (2, 4)
 
 
-def test_private_training_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"privacy.*not supported"):
-        build_config(1, 1, privacy=object())
+def test_private_training_is_handed_on() -> None:
+    privacy = PrivacyConfig(noise_multiplier=1.0)
+    assert build_config(1, 1, privacy=privacy).privacy is privacy
+    assert build_config(1, 1, privacy=None).privacy is None
+    with pytest.raises(ConfigError, match="privacy="):
+        build_config(1, 1, privacy={})
 
 
 def test_the_hint_names_both_classes() -> None:
