@@ -33,7 +33,7 @@ def test_ignored_tokens_do_not_dilute_a_sample() -> None:
 
 
 def test_a_loss_has_a_mean_of_its_own_for_every_row() -> None:
-    """meta-pytorch/opacus #807: rows of different numbers of valid tokens."""
+    """meta-pytorch/opacus #792 again: rows of different numbers of valid tokens."""
     batch = batches(1, batch_size=4, padded=False)[0]
     for row in range(4):
         batch["labels"][row, 2 + 2 * row :] = IGNORED
