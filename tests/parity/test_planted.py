@@ -22,7 +22,7 @@ from goose_strategy.data_parallel import bucket
 from goose_strategy.mesh.mesh import ParallelMesh
 from goose_strategy.optim import clip
 from goose_strategy.pipeline_parallel.work import Work
-from goose_strategy.runtime import core, pipeline
+from goose_strategy.runtime import optimizing, pipeline
 from goose_strategy.runtime.counting import TokenCount
 from goose_strategy.runtime.forward import _GlobalLoss
 from goose_strategy.tensor_parallel import regions
@@ -89,7 +89,7 @@ def norm_per_stage(mesh: ParallelMesh) -> AbstractContextManager[object]:
 
     def gather(output: Tensor, shard: Tensor, group: Any) -> Pending:
         all_gather_flat(output, shard, group).wait()
-        output.view(layout.world_size, -1)[others, 0] = 0.0
+        output.view(layout.world_size, -1)[others, :-1] = 0
         return DONE
 
     return patch.object(clip, "all_gather_flat", gather)
@@ -107,7 +107,7 @@ def copies_counted_twice(mesh: ParallelMesh) -> AbstractContextManager[object]:
     def clip_grad_norm(sources: Any, _mesh: ParallelMesh, *args: Any, **kw: Any) -> Tensor:
         return clip.clip_grad_norm(sources, FirstRank(), *args, **kw)  # type: ignore[arg-type]
 
-    return patch.object(core, "clip_grad_norm", clip_grad_norm)
+    return patch.object(optimizing, "clip_grad_norm", clip_grad_norm)
 
 
 def loss_divided_by_the_world(mesh: ParallelMesh) -> AbstractContextManager[object]:
