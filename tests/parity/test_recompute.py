@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from goose_strategy.mesh.generators import Generators
 from goose_strategy.mesh.mesh import ParallelMesh
-from goose_strategy.pipeline_parallel import engine, replay
+from goose_strategy.pipeline_parallel import replay
 from goose_strategy.pipeline_parallel.config import PipelineConfig
-from goose_strategy.pipeline_parallel.schedule import Action
+from goose_strategy.pipeline_parallel.work import Work
 from goose_strategy.runtime.core import ParallelRuntime
 from goose_strategy.runtime.settings import RuntimeConfig
 from tests.harness.models import Batch
@@ -147,37 +147,36 @@ def fresh_masks(_mesh: ParallelMesh) -> AbstractContextManager[object]:
 
 def another_microbatch(_mesh: ParallelMesh) -> AbstractContextManager[object]:
     """The second run is given the inputs of a neighbour."""
-    compute = engine._Step._compute
+    compute = Work._compute
 
-    def swapped(step: Any, index: int, received: Any) -> Any:
-        other = index ^ 1
-        if torch.is_grad_enabled() and index in step.recomputed and other in step.kept:
-            return compute(step, other, received)
-        return compute(step, index, received)
+    def swapped(work: Work, place: Any, received: Any) -> Any:
+        other = (place[0], place[1] ^ 1)
+        if torch.is_grad_enabled() and place in work._recomputed and other in work._kept:
+            return compute(work, other, received)
+        return compute(work, place, received)
 
-    return patch.object(engine._Step, "_compute", swapped)
+    return patch.object(Work, "_compute", swapped)
 
 
 def kept_inputs_of_another_microbatch(_mesh: ParallelMesh) -> AbstractContextManager[object]:
     """The second run receives what a neighbour had received."""
-    recompute = engine._Step.recompute
+    recompute = Work.recompute
 
-    def swapped(step: Any, action: Action) -> None:
-        mine, other = action.microbatch, action.microbatch ^ 1
-        if other in step.kept and not step.stage.is_first:
-            kept = step.kept
+    def swapped(work: Work, place: Any) -> None:
+        other, kept = (place[0], place[1] ^ 1), work._kept
+        if other in kept and place[0] > 0:
             values = [t.detach().clone() for t in kept[other].received]
             with torch.no_grad():
-                for own, value in zip(kept[mine].received, values, strict=True):
+                for own, value in zip(kept[place].received, values, strict=True):
                     own.data.copy_(value)
-        recompute(step, action)
+        recompute(work, place)
 
-    return patch.object(engine._Step, "recompute", swapped)
+    return patch.object(Work, "recompute", swapped)
 
 
 def skipped(_mesh: ParallelMesh) -> AbstractContextManager[object]:
     """Nothing is computed again."""
-    return patch.object(engine._Step, "recompute", lambda step, action: None)
+    return patch.object(Work, "recompute", lambda work, place: None)
 
 
 EVEN = Case(pp=2, steps=1, microbatches=4, rows=8, schedule="GPipe", pipeline=FULL)
