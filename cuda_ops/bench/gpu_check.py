@@ -56,13 +56,13 @@ class Place:
     Attributes:
         device: The card, or the CPU in a dry run.
         numel: Elements of the timed shards.
-        library: What is checked.
+        compiled: What is checked.
         other: What its bits are compared with, on the CPU.
     """
 
     device: torch.device
     numel: int
-    library: Any
+    compiled: Any
     other: Any
 
     @property
@@ -86,7 +86,7 @@ def check_bits(place: Place) -> list[str]:
             here = Run(shards=shards, numel=numel, device=str(place.device))
             there = Run(shards=1, numel=numel)
             found = differences(
-                train(place.library, variant, here), train(place.other, variant, there)
+                train(place.compiled, variant, here), train(place.other, variant, there)
             )
             wrong += [f"  {variant} in {shards} shards: {', '.join(found)}"] if found else []
     total = 2 * len(variants())
@@ -99,7 +99,7 @@ def check_reference(place: Place) -> list[str]:
     for _, main, first, second, grad in _SHOWN:
         variant = Variant(Algorithm.ADAM, main, first, second, grad)
         here = train(Reference(), variant, device=str(place.device))
-        found = differences(here, train(place.library, variant, device=str(place.device)))
+        found = differences(here, train(place.compiled, variant, device=str(place.device)))
         wrong += [f"  {variant}: {', '.join(found)}"] if found else []
     return [f"pure torch beside the library: {len(_SHOWN) - len(wrong)} of {len(_SHOWN)}", *wrong]
 
@@ -138,11 +138,11 @@ def prepared(place: Place, variant: Variant) -> tuple[Shard, Segments, StepState
         exp_avg_sq=variant.second,
         device=place.device,
     )
-    place.library.split_main(shard, torch.full((place.numel,), 0.02, device=place.device))
+    place.compiled.split_main(shard, torch.full((place.numel,), 0.02, device=place.device))
     segments = Segments.build(place.numel, [Segment(start=0)], device=place.device)
     state = new_state(variant, place.device)
     norm2 = torch.ones(1, dtype=torch.float64, device=place.device)
-    place.library.prepare(state, norm2, 1.0, None)
+    place.compiled.prepare(state, norm2, 1.0, None)
     return shard, segments, state
 
 
@@ -157,8 +157,8 @@ def time_variants(place: Place, copy: float) -> list[str]:
         shard, segments, state = prepared(place, variant)
         grad = torch.full((place.numel,), 1e-3, device=place.device, dtype=dtype)
         partials = torch.empty(chunks_of(place.numel), dtype=torch.float64, device=place.device)
-        step = time_of(place, partial(place.library.step, shard, grad, segments, state))
-        norm = time_of(place, partial(place.library.sum_of_squares, grad, segments, partials))
+        step = time_of(place, partial(place.compiled.step, shard, grad, segments, state))
+        norm = time_of(place, partial(place.compiled.sum_of_squares, grad, segments, partials))
         size = traffic(main, first, second, dtype)
         share = size * place.numel / step / copy
         scale = 1e12 / place.numel
@@ -202,7 +202,7 @@ def check_graph(place: Place) -> list[str]:
     variant = Variant(Algorithm.ADAM, Main.SPLIT8, Moment.BLOCK8, Moment.BLOCK8, BF16)
     numel = 64 * CHUNK
     grads = [g.to(place.device) for g in gradients(variant, 5, numel)[2:]]
-    small = Place(place.device, numel, place.library, place.other)
+    small = Place(place.device, numel, place.compiled, place.other)
     plain, replayed, streamed = (prepared(small, variant) for _ in range(3))
     for grad in grads:
         _whole_step(small, grad, *plain)
@@ -238,10 +238,10 @@ def _whole_step(
 ) -> None:
     partials = torch.empty(chunks_of(place.numel), dtype=torch.float64, device=place.device)
     norm2 = partials.new_empty(1)
-    place.library.sum_of_squares(grad, segments, partials)
-    place.library.reduce_partials(partials, norm2)
-    place.library.prepare(state, norm2, 1.0, None)
-    place.library.step(shard, grad, segments, state)
+    place.compiled.sum_of_squares(grad, segments, partials)
+    place.compiled.reduce_partials(partials, norm2)
+    place.compiled.prepare(state, norm2, 1.0, None)
+    place.compiled.step(shard, grad, segments, state)
 
 
 def find_place(*, dry: bool) -> Place:
@@ -273,7 +273,7 @@ def heading(place: Place) -> str:
     if not place.dry:
         name = torch.cuda.get_device_name(place.device)
     today = datetime.datetime.now(tz=datetime.UTC).date()
-    built = place.library.built_for
+    built = place.compiled.built_for
     return (
         f"{name}, {today}, torch {torch.__version__}, library for {built}, {place.numel} elements"
     )

@@ -16,8 +16,10 @@ from tests.cuda_ops.test_equal_bits import Guarded
 from tests.cuda_ops.worker import VARIANTS
 
 BARRIER = Bug("missing barrier", "kernels.cuh", "  __syncthreads();\n", "")
-SEGMENT = Bug("off-by-one segment", "kernels.cuh", "s.start[at + 1] <= i", "s.start[at + 1] < i")
-WIDTH = Bug("wrong shuffle width", "kernels.cuh", "x < BLOCK / VECTOR;", "x < BLOCK / VECTOR * 2;")
+SEGMENT = Bug("off-by-one segment", "registers.cuh", "s.start[at + 1] <= i", "s.start[at + 1] < i")
+WIDTH = Bug(
+    "wrong shuffle width", "registers.cuh", "x < BLOCK / VECTOR;", "x < BLOCK / VECTOR * 2;"
+)
 COUNTER = Bug(
     "a random counter that starts anew in each shard",
     "kernels.cuh",
