@@ -97,7 +97,8 @@ class PipelineCall:
         if private is not None:
             microbatches = private.prepare(batches, self._config, listed=listed)
         else:
-            batches = [{k: v for k, v in batch.items() if k != MASK} for batch in batches]
+            if self._private is not None:
+                batches = [{k: v for k, v in batch.items() if k != MASK} for batch in batches]
             whole = batches if listed else batches[0]
             microbatches = split_batch(whole, self._config, stages=self._mesh.pp_size)
         group = self._mesh.dp if model.global_loss else None

@@ -164,3 +164,24 @@ def test_the_oracle_is_a_mean_over_tokens() -> None:
     logits = tiny_model("llama")(**plain(batch)).logits
     theirs = cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
     assert token_loss(logits, batch["labels"]).item() == pytest.approx(theirs.item(), rel=EXACT)
+
+
+def _arguments(_ctx: Context) -> list[bool]:
+    """What the layers of a stage are given of an argument that only private training reads."""
+    seen: list[bool] = []
+    with started(1, 2) as runtime:
+        model = tiny_model("llama")
+        runtime.shard_module(model)
+        for layer in model.model.layers:
+            layer.register_forward_pre_hook(
+                lambda _module, _args, kwargs: seen.append("sample_mask" in kwargs),
+                with_kwargs=True,
+            )
+        model(**batches(1)[0], sample_mask=torch.ones(8))
+    return seen
+
+
+def test_arguments_are_left_alone_without_privacy() -> None:
+    for seen in run_ranks(_arguments, 2):
+        assert seen
+        assert all(seen)
