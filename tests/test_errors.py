@@ -16,6 +16,7 @@ from goose_strategy.errors import (
     MeshError,
     PeerError,
     PlanError,
+    PrivacyError,
     ScheduleError,
 )
 
@@ -27,6 +28,7 @@ CLASSES = [
     MeshError,
     PeerError,
     PlanError,
+    PrivacyError,
     ScheduleError,
 ]
 
