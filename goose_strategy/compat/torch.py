@@ -227,6 +227,17 @@ def quiet_hooks(leaf: Tensor) -> None:
             after[key] = _QuietAfter(hook, gate)
 
 
+def hooks_of(leaf: Tensor) -> list[Callable[..., Any]]:
+    """Return what is called with a leaf's gradient, before and behind its accumulation.
+
+    torch has no public way to see it. Hooks that `quiet_hooks` wraps are returned as they were.
+    """
+    found: list[Callable[..., Any]] = []
+    for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks):
+        found += [getattr(hook, "_hook", hook) for hook in (hooks or {}).values()]
+    return [hook for hook in found if type(hook) is not _Gate]
+
+
 class _Gate:
     """A hook that notes whether there was a gradient, for those behind the accumulation."""
 

@@ -268,9 +268,10 @@ class ProductOwed:
         rows: See `linear`.
         transposed: Whether it is a ``Conv1D``.
         lead: The leading dimensions of the layer's input, before anybody flattened it.
+        widen: Whether 16-bit tensors give fp32 gradients, of sums that were not rounded.
     """
 
-    __slots__ = ("bias", "grad", "lead", "rows", "transposed", "weight", "x")
+    __slots__ = ("bias", "grad", "lead", "rows", "transposed", "weight", "widen", "x")
 
     def __init__(  # noqa: PLR0913  the pieces of one layer's backward
         self,
@@ -282,8 +283,10 @@ class ProductOwed:
         rows: Rows | None,
         transposed: bool,
         lead: tuple[int, ...],
+        widen: bool = False,
     ) -> None:
         self.weight = weight
+        self.widen = widen
         self.bias = bias
         # Detached, or the input would keep the graph that it came from.
         self.x = None if x is None or weight is None else x.detach()
@@ -312,7 +315,9 @@ class ProductOwed:
         if self.weight is not None and self.x is not None:
             of_weight = self._whole(self._of_weight(self.x, grad, self.weight), self.weight)
         if self.bias is not None:
-            summed = grad.sum(0 if grad.dim() == 2 else tuple(range(grad.dim() - 1)))
+            dims = (0,) if grad.dim() == 2 else tuple(range(grad.dim() - 1))
+            dtype = torch.promote_types(grad.dtype, torch.float32) if self.widen else None
+            summed = grad.sum(dims, dtype=dtype)
             of_bias = self._whole(summed, self.bias)
         return of_weight, of_bias
 
@@ -322,19 +327,26 @@ class ProductOwed:
         if grad.dim() != 2:
             grad = grad.reshape(-1, grad.shape[-1])
         # torch, too, chooses by how the weight lies in memory.
+        times = _wide_product if self.widen else torch.mm
         if self.transposed:
-            return x.t().mm(grad) if weight.is_contiguous() else grad.t().mm(x).t()
-        return grad.t().mm(x) if weight.is_contiguous() else x.t().mm(grad).t()
+            return times(x.t(), grad) if weight.is_contiguous() else times(grad.t(), x).t()
+        return times(grad.t(), x) if weight.is_contiguous() else times(x.t(), grad).t()
 
     def _whole(self, gradient: Tensor, param: Tensor) -> Tensor:
         """Give a gradient the precision of its parameter, and zeros in the rows not used."""
-        if gradient.dtype is not param.dtype:
-            gradient = gradient.to(param.dtype)
+        gradient = fitting(gradient, param)
         if self.rows is None:
             return gradient
-        whole = torch.zeros_like(param)
+        whole = torch.zeros_like(param, dtype=gradient.dtype)
         whole.narrow(0, *self.rows).copy_(gradient)
         return whole
+
+
+def _wide_product(one: Tensor, other: Tensor) -> Tensor:
+    """Return the product of two matrices in at least fp32; devices alone multiply 16 bits so."""
+    if one.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(one, other, out_dtype=torch.float32)
+    return one.mm(other)
 
 
 class EmbeddingOwed:
@@ -369,4 +381,14 @@ class EmbeddingOwed:
         """See `Owed`."""
         rows, padding = self.weight.shape[0], self.padding
         found: Tensor = embedding_backward(self.grad, self.ids, rows=rows, padding=padding)
-        return (found,)
+        return (fitting(found, self.weight),)
+
+
+def fitting(gradient: Tensor, param: Tensor) -> Tensor:
+    """Return a gradient in a precision in which its parameter can take it.
+
+    Private training makes fp32 gradients of 16-bit parameters, which accumulate in fp32.
+    """
+    if gradient.dtype is param.dtype or gradient.dtype is param.grad_dtype:
+        return gradient
+    return gradient.to(param.dtype)

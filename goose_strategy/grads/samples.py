@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from goose_strategy.errors import PrivacyError
+from goose_strategy.grads.products import fitting
 
 if TYPE_CHECKING:
     from goose_strategy.grads.store import WeightGradStore
@@ -105,4 +106,4 @@ class SampleOwed:
 
     def compute(self) -> Sequence[Tensor]:
         """See `Owed`."""
-        return (self.grad.sum(0).to(self.param.dtype),)
+        return (fitting(self.grad.sum(0), self.param),)

@@ -36,7 +36,7 @@ MASK = "sample_mask"
 """Name of the tensor ``[rows]`` that says which rows are samples: 0 for those that only fill up."""
 
 NARROW_MARGIN = 1 - 2**-7
-"""By what clipping stays below the norm where gradients are rounded to 16 bits afterwards."""
+"""By what clipping stays below the norm where devices round scaled gradients to 16 bits."""
 
 _OTHER, _IN, _OUT = range(3)
 
@@ -221,7 +221,7 @@ class SampleClipping:
                 record.uses[id(param)] += 1
                 self._check_uses(record, share, param)
                 if share.tied:
-                    self._note_tied(record, owed, microbatch)
+                    self._note_tied(record, owed, microbatch, share)
                 if share.kind == "shard" or self._mesh.tp_rank == 0:
                     line = _OTHER
                     if share.tied and self._config.tied == "bound":
@@ -267,19 +267,23 @@ class SampleClipping:
                 "uses are not that of its gradient; freeze it, or train without privacy=...."
             )
 
-    def _note_tied(self, record: _Record, owed: Owed, microbatch: int) -> None:
+    def _note_tied(self, record: _Record, owed: Owed, microbatch: int, share: Share) -> None:
         """Add twice the product of a tied weight's two gradients, once both are known."""
         if self._config.tied == "bound":
             return
         if not isinstance(owed, (EmbeddingOwed, ProductOwed)):
             raise PrivacyError(f"a tied weight was used by {type(owed).__name__}.")
         rows = record.mask.shape[0]
+        # A table that is whole on every tp rank counts once, like its squares.
+        twice = 2 if share.kind == "shard" or self._mesh.tp_rank == 0 else 0
         if self._link is not None:
+            batch = self._microbatches[microbatch]
             if isinstance(owed, ProductOwed):
-                record.sent = self._link.send(owed, self._microbatches[microbatch], rows)
+                record.sent = self._link.send(owed, batch, rows)
                 return
             mine = masked_lookup(owed, rows)
-            record.squares[_OTHER] += 2 * _dot(self._link.receive(mine), mine)
+            theirs = self._link.receive(mine, owed.ids, batch)
+            record.squares[_OTHER] += twice * _dot(theirs, mine)
             return
         record.tied.append(owed)
         heads = [one for one in record.tied if isinstance(one, ProductOwed)]
@@ -292,7 +296,7 @@ class SampleClipping:
         x = heads[0].x.reshape(rows, -1, heads[0].x.shape[-1])
         ids = table.ids.reshape(rows, -1)
         theirs = tied_rows(x, head.grad.reshape(rows, x.shape[1], -1), ids)
-        record.squares[_OTHER] += 2 * _dot(theirs, masked_lookup(table, rows))
+        record.squares[_OTHER] += twice * _dot(theirs, masked_lookup(table, rows))
         record.tied.clear()
 
     def _close(self, record: _Record) -> None:

@@ -7,6 +7,7 @@ twice, or scaled, or stepped without noise is what the noise was not chosen for.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -45,6 +46,8 @@ class Ledger:
         steps: Noisy steps so far, those before a resume included.
         rate: Probability with which a sample is drawn; ``None`` until the data is known.
         sigma: The noise multiplier; ``None`` until it is known.
+        drawn: Number of the noise that was drawn last, in this process. It never goes back: noise
+            that is used twice shows the difference of what it was added to.
         stats: What clipping did in the last call. Computed from the data, so it is not private.
     """
 
@@ -53,18 +56,26 @@ class Ledger:
         self.steps = 0
         self.rate: float | None = None
         self.sigma: float | None = config.noise_multiplier
+        self.drawn = 0
         self.stats = ClippingStats()
         self._control = control
         # Never written to a checkpoint: a run that is resumed draws other noise.
-        self._root = self._by_first(
-            lambda: fresh_root() if config.noise_seed is None else root_from(config.noise_seed)
+        self._root, self._run = self._by_first(
+            lambda: (
+                fresh_root() if config.noise_seed is None else root_from(config.noise_seed),
+                secrets.token_hex(8),
+            )
         )
         self.noise = Noise(self._root, secure=config.secure)
         self._size: int | None = None
         self._accountant: Accountant | None = None
         self._last_draw = 0
+        self._loaders = 0
         self._released = 0
+        self._owes_step = False
         self._resumed: dict[str, Any] | None = None
+        # Steps before a resume may have been no private ones, of which nothing can be claimed.
+        self._claims = config.is_private
 
     def _by_first(self, make: Callable[[], _T]) -> _T:
         """Return what the first rank made."""
@@ -104,14 +115,23 @@ class Ledger:
             )
         rate = config.logical_batch_size / size
         if self.rate is None:
-            self.sigma = self._by_first(lambda: noise_for(config, rate))
-            if self._accountant is None:
-                self._accountant = Accountant(config.accountant)
-            self._accountant.excess = excess_of(size, rate, config.max_batch_size)
+            excess = excess_of(size, rate, config.max_batch_size)
+            self.sigma = self._by_first(lambda: noise_for(config, rate, excess=excess))
+            self._account().excess = excess
         self._size, self.rate = size, rate
         if self._resumed is not None and not config.allow_privacy_change:
             compare_settings(self.settings, self._resumed)
         return rate
+
+    def _account(self) -> Accountant:
+        if self._accountant is None:
+            self._accountant = Accountant(self.config.accountant, run=self._run)
+        return self._accountant
+
+    def first_draw(self) -> int:
+        """Return how many draws a new loader leaves to those before it, which may be in use yet."""
+        self._loaders += 1
+        return (self._loaders - 1) << 40
 
     def draw(self, *, replicas: int, replica: int, multiple: int) -> Draw:
         """Return how batches are drawn; see `Draw`."""
@@ -137,15 +157,13 @@ class Ledger:
 
         Raises:
             PrivacyError: If the batch was not drawn by Poisson sampling, or was used before; if
-                the steps that the noise was chosen for are used up.
+                the planned steps are used up, or a step was left out.
         """
         config = self.config
-        target = config.target_epsilon
-        if target is not None and config.steps is not None and self.steps >= config.steps:
-            raise PrivacyError(
-                f"all steps={config.steps} are taken for which the noise was chosen; one more "
-                f"would exceed target_epsilon={target}."
-            )
+        if config.steps is not None and self.steps >= config.steps:
+            target = config.target_epsilon
+            why = "." if target is None else f"; one more would exceed target_epsilon={target}."
+            raise PrivacyError(f"all steps={config.steps} are taken that were planned{why}")
         if self._released:
             raise PrivacyError(
                 "the model was called with gradients while those of an earlier call wait for their "
@@ -155,6 +173,13 @@ class Ledger:
             )
         if config.sampling == "none":
             return
+        if self._owes_step:
+            raise PrivacyError(
+                "the model was called with gradients and no step followed. Whether a step is left "
+                "out may depend on the data, which no noise covers: call fabric.backward(loss) and "
+                "optimizer.step() after every such call, whatever its loss is, and evaluate under "
+                "torch.no_grad(). After an interruption go on from a checkpoint in a new process."
+            )
         if mark is None:
             raise PrivacyError(
                 f"the batch carries no {MASK}, which says which of its rows were drawn. Set the "
@@ -171,9 +196,14 @@ class Ledger:
         if number and number <= self._last_draw:
             raise PrivacyError(
                 f"a batch of draw {number} was used after that of draw {self._last_draw}; every "
-                "draw may be used once."
+                "draw may be used once, and those of a loader that was set up earlier no more."
             )
         self._last_draw = max(number, self._last_draw)
+
+    def end_call(self, stats: ClippingStats) -> None:
+        """Note that a call has computed clipped sums, which a step must follow."""
+        self.stats = stats
+        self._owes_step = True
 
     def check_factor(self, factor: Tensor | float) -> None:
         """Check that the loss was not scaled, which would scale the clipped sum but not the noise.
@@ -192,11 +222,8 @@ class Ledger:
         """Note that a clipped sum was released into the gradients."""
         self._released += 1
 
-    def begin_step(self) -> float:
-        """Check that exactly one sum waits for its noise, and count the step.
-
-        Returns:
-            The standard deviation of the noise on the sum.
+    def check_step(self) -> None:
+        """Check that exactly one sum waits for its noise.
 
         Raises:
             PrivacyError: If there is none; nothing is stepped then.
@@ -210,12 +237,26 @@ class Ledger:
             raise PrivacyError(
                 "the noise is not known: target_epsilon needs the training loader to be set up."
             )
+
+    def begin_step(self) -> float:
+        """Check that exactly one sum waits for its noise, and count the step.
+
+        Returns:
+            The standard deviation of the noise on the sum.
+
+        Raises:
+            PrivacyError: See `check_step`.
+        """
+        self.check_step()
+        sigma = self.sigma or 0.0
         self._released = 0
+        self._owes_step = False
         self.steps += 1
+        self.drawn += 1
         if self._accountant is not None and self.rate is not None:
-            self._accountant.step(noise_multiplier=self.sigma, sample_rate=self.rate)
+            self._accountant.step(noise_multiplier=sigma, sample_rate=self.rate)
         # Nothing is clipped at an infinite norm, which is allowed without noise only.
-        return self.sigma * self.config.max_grad_norm if self.sigma else 0.0
+        return sigma * self.config.max_grad_norm if sigma else 0.0
 
     # -- what it costs -------------------------------------------------------------------------
 
@@ -227,7 +268,7 @@ class Ledger:
 
         Returns:
             The epsilon; ``None`` where no claim is possible: without Poisson sampling, or with
-            noise that a seed reveals.
+            noise that a seed reveals, in this run or in one that it goes on from.
 
         Raises:
             ConfigError: If no delta is known.
@@ -235,7 +276,7 @@ class Ledger:
         delta = self.config.target_delta if delta is None else delta
         if delta is None or not 0 < delta < 1:
             raise ConfigError(f"delta={delta!r} must lie between 0 and 1.")
-        if not self.config.is_private:
+        if not self._claims:
             return None
         return 0.0 if self._accountant is None else self._accountant.epsilon(delta)
 
@@ -264,13 +305,13 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds: steps, settings and history, but never the root."""
-        history = [] if self._accountant is None else self._accountant.history
+        history = [] if self._accountant is None else self._accountant.state_dict()
         return {
             "steps": self.steps,
             "neighbours": "add or remove one row",
             "settings": self.settings,
-            "history": [list(entry) for entry in history],
-            "epsilon_known": self.config.is_private,
+            "history": history,
+            "epsilon_known": self._claims,
         }
 
     def check_resume(self, state: Mapping[str, Any] | None) -> None:
@@ -296,7 +337,7 @@ class Ledger:
                 if mine[name] is None:
                     mine.pop(name)
         compare_settings(
-            {**mine, "epsilon_known": self.config.is_private},
+            {**mine, "epsilon_known": self._claims},
             {
                 **theirs,
                 "epsilon_known": state["epsilon_known"],
@@ -307,10 +348,10 @@ class Ledger:
         """Go on where a checkpoint stopped, with fresh noise."""
         if state is None:
             return
-        self.steps = int(state["steps"])
-        history = [(float(a), float(b), int(n)) for a, b, n in state["history"]]
         self._resumed = dict(state["settings"])
-        if history:
-            if self._accountant is None:
-                self._accountant = Accountant(self.config.accountant)
-            self._accountant.history = history
+        self._claims = self._claims and bool(state["epsilon_known"])
+        # Never fewer than before: a run that goes back to its own checkpoint has made its steps.
+        self.steps = max(self.steps, int(state["steps"]))
+        if state["history"]:
+            self._account().merge(state["history"])
+            self.steps = self._account().total

@@ -20,6 +20,7 @@ from goose_strategy.grads.products import EmbeddingOwed, ProductOwed
 from goose_strategy.grads.samples import SampleOwed
 from goose_strategy.privacy.products import (
     embedding_squares,
+    factor_dtype,
     product_squares,
     scaled_rows,
     wide,
@@ -152,14 +153,16 @@ class ProductRule:
         x = owed.x
         if x is not None:
             x = without_bad_rows(x.reshape(rows, -1, x.shape[-1]), good).view(x.shape)
+            x = x.to(factor_dtype(x))
         return ProductOwed(
             owed.weight,
             owed.bias,
             x=x,
-            grad=scaled_rows(grad, factors, good).view(owed.grad.shape),
+            grad=scaled_rows(grad, factors, good, factor_dtype(grad)).view(owed.grad.shape),
             rows=owed.rows,
             transposed=owed.transposed,
             lead=owed.lead,
+            widen=True,
         )
 
 
@@ -198,7 +201,7 @@ class EmbeddingRule:
         return EmbeddingOwed(
             owed.weight,
             ids=owed.ids,
-            grad=scaled_rows(grad, factors, good).view(owed.grad.shape),
+            grad=scaled_rows(grad, factors, good, wide(grad.dtype)).view(owed.grad.shape),
             padding=None if owed.padding < 0 else owed.padding,
         )
 
@@ -226,7 +229,8 @@ class SampleRule:
     def scaled(self, owed: SampleOwed, factors: Tensor, good: Tensor | None) -> Owed:
         """See `Rule`."""
         grad = _samples(owed, factors.shape[0])
-        scaled = scaled_rows(grad.unsqueeze(1), factors, good).view(owed.grad.shape)
+        dtype = wide(grad.dtype)
+        scaled = scaled_rows(grad.unsqueeze(1), factors, good, dtype).view(owed.grad.shape)
         return SampleOwed(owed.param, scaled)
 
 

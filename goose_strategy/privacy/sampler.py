@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ class Draw:
     size: int
     rate: float
     most: int | None
-    root: bytes
+    root: bytes = field(repr=False)
     replicas: int
     replica: int
     multiple: int

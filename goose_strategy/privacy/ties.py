@@ -47,8 +47,44 @@ class TiedLink:
             What to wait for once the microbatch's norms are known: the other rank has taken the
             message before it had its own. Waiting earlier could deadlock.
         """
-        ids = microbatch.get("input_ids")
-        if ids is None or head.x is None:
+        local = self._local(microbatch)
+        if head.x is None:
+            raise PrivacyError("a tied weight is used by a head that kept no input.")
+        x = head.x.reshape(rows, -1, head.x.shape[-1])
+        found = tied_rows(x, head.grad.reshape(rows, x.shape[1], -1), local)
+        return self._link.send([found], key=_key(found))
+
+    def receive(self, like: Tensor, ids: Tensor, microbatch: Mapping[str, Any]) -> Tensor:
+        """Return what the other rank sent for the next microbatch.
+
+        Args:
+            like: The gradient of the lookup, ``[rows, tokens, width]``.
+            ids: What was looked up, ``[rows, tokens]`` or alike, counted from this rank's rows.
+            microbatch: As the other rank has it.
+
+        Raises:
+            PrivacyError: If the model looks up other ids than those of the batch, for which the
+                other rank has sent rows.
+        """
+        local = self._local(microbatch)
+        # Reading this is free on the CPU, and would make the host wait for a device.
+        if ids.numel() != local.numel() or (
+            ids.device.type == "cpu" and not torch.equal(ids.reshape(-1), local.reshape(-1))
+        ):
+            raise PrivacyError(
+                "the embedding of a tied weight looked up other ids than input_ids (a prompt, a "
+                "shift), so the rows that both uses share are not known; set tied='bound'."
+            )
+        expected = torch.empty_like(like, dtype=wide(like.dtype), device="meta")
+        (found,) = self._link.post_receive(
+            [expected.shape], [expected.dtype], key=_key(expected)
+        ).wait()
+        return found
+
+    def _local(self, microbatch: Mapping[str, Any]) -> Tensor:
+        """Return the ids of a microbatch, counted from this tp rank's rows."""
+        ids: Tensor | None = microbatch.get("input_ids")
+        if ids is None:
             raise PrivacyError(
                 "a tied weight needs input_ids in every batch, to find the rows that both uses "
                 "share; pass input_ids instead of inputs_embeds, or set tied='bound'."
@@ -56,22 +92,7 @@ class TiedLink:
         local = ids - self._start
         elsewhere = (local < 0) | (local >= self._length)
         # What other tp ranks look up gets no gradient here, whatever row is sent for it.
-        local = local.masked_fill(elsewhere, 0)
-        x = head.x.reshape(rows, -1, head.x.shape[-1])
-        found = tied_rows(x, head.grad.reshape(rows, x.shape[1], -1), local)
-        return self._link.send([found], key=_key(found))
-
-    def receive(self, like: Tensor) -> Tensor:
-        """Return what the other rank sent for the next microbatch.
-
-        Args:
-            like: The gradient of the lookup, ``[rows, tokens, width]``.
-        """
-        expected = torch.empty_like(like, dtype=wide(like.dtype), device="meta")
-        (found,) = self._link.post_receive(
-            [expected.shape], [expected.dtype], key=_key(expected)
-        ).wait()
-        return found
+        return local.masked_fill(elsewhere, 0)
 
 
 def _key(tensor: Tensor) -> tuple[str, tuple[int, ...], str]:

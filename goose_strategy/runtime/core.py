@@ -110,7 +110,9 @@ class ParallelRuntime(OptimizerVerbs):
             layout, device=device, timeout=timeout, norms=privacy is not None
         )
         if privacy is not None:
-            self.ledger = Ledger(privacy, self._mesh.control)
+            former, self.ledger = self.ledger, Ledger(privacy, self._mesh.control)
+            # What was spent before a stop stays spent.
+            self.ledger.load_state_dict(None if former is None else former.state_dict())
         self.hooks.mesh, pipeline = self._mesh, self.config.pipeline
         self._watchdog = Watchdog(
             self._mesh,

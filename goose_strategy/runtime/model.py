@@ -267,7 +267,10 @@ class ShardedModel:
                 )
             for optimizer in optimizers:
                 check_supported(optimizer)
-            return owners(self.module, optimizers)
+            owned = owners(self.module, optimizers)
+            if self._private is not None and optimizers:
+                self._private.check_stepped(owned)
+            return owned
 
         owned = agreed(self.mesh, check)
         check_ties(self.surgery.specs, owned, optimizers, self.mesh)

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from goose_strategy.pipeline_parallel.config import PipelineConfig
     from goose_strategy.pipeline_parallel.stage import ModelPart
     from goose_strategy.pipeline_parallel.work import StepResult
-    from goose_strategy.privacy.ledger import Ledger
     from goose_strategy.runtime.batch import Batch
     from goose_strategy.runtime.handle import Handle
     from goose_strategy.runtime.private import PrivateTraining
@@ -94,13 +93,7 @@ class PipelineCall:
         train = grad and has_loss and model.surgery.trains
         want_logits = self._config.return_logits or not has_loss
         private = self._private if train else None
-        if private is not None:
-            microbatches = private.prepare(batches, self._config, listed=listed)
-        else:
-            if self._private is not None:
-                batches = [{k: v for k, v in batch.items() if k != MASK} for batch in batches]
-            whole = batches if listed else batches[0]
-            microbatches = split_batch(whole, self._config, stages=self._mesh.pp_size)
+        microbatches = self._cut(batches, private, listed=listed)
         group = self._mesh.dp if model.global_loss else None
         count = None
         counts = has_loss and not own_loss and private is None
@@ -128,12 +121,22 @@ class PipelineCall:
             scale = scale / self._scale
         logits = self._share_logits(result.logits) if want_logits else None
         if loss is not None and call is not None:
-            ledger = None if private is None else private.ledger
-            release = Release(model, call, scale, ledger)
+            release = Release(model, call, scale, private)
             loss = attach_loss(loss, release)
             # So that a loss tells before its backward whether that may come (`releases_of`).
             setattr(loss.grad_fn, _RELEASE, release)
         return loss, logits
+
+    def _cut(
+        self, batches: list[Batch], private: PrivateTraining | None, *, listed: bool
+    ) -> list[Batch]:
+        """Return the microbatches of a call."""
+        if private is not None:
+            return private.prepare(batches, self._config, listed=listed)
+        if self._private is not None:
+            batches = [{k: v for k, v in batch.items() if k != MASK} for batch in batches]
+        whole = batches if listed else batches[0]
+        return split_batch(whole, self._config, stages=self._mesh.pp_size)
 
     def _run(
         self, microbatches: list[Batch], *, train: bool, want_logits: bool
@@ -219,7 +222,7 @@ class Release:
         model: The sharded model.
         call: Owner of the gradients.
         scale: What the gradients still lack.
-        ledger: What the release must be noted in, if it is one of clipped gradients.
+        private: What must know of the release, if it is one of clipped gradients.
     """
 
     def __init__(
@@ -227,21 +230,22 @@ class Release:
         model: Handle,
         call: CallGrads,
         scale: float | Tensor,
-        ledger: Ledger | None = None,
+        private: PrivateTraining | None = None,
     ) -> None:
         self._model = model
-        self._ledger = ledger
+        self._private = private
         self._call: CallGrads | None = call
         self._scale = scale
 
     def __call__(self, factor: Tensor) -> None:
         """Add the gradients times ``factor`` to ``p.grad``."""
         reducer, call = self.check()
-        if self._ledger is not None:
-            self._ledger.check_factor(factor)
-            self._ledger.note_released()
+        if self._private is not None:
+            self._private.ledger.check_factor(factor)
         self._call = None
         reducer.release(call, factor * self._scale)
+        if self._private is not None:
+            self._private.released(reducer.buckets)
 
     def check(self) -> tuple[Reducer, CallGrads]:
         """Check that a backward may come now.

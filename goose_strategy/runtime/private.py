@@ -6,7 +6,7 @@ With ``privacy`` set every call with labels and gradients runs through a schedul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from goose_strategy.privacy.classes import Share, check_samples, share_of
 from goose_strategy.privacy.clipping import MASK, SampleClipping
 from goose_strategy.privacy.losses import PerSampleLoss
 from goose_strategy.privacy.release import Release, privatize
+from goose_strategy.privacy.seal import Seal, refuse_hooks
 from goose_strategy.privacy.ties import TiedLink
 from goose_strategy.tensor_parallel.loss import IGNORED
 
@@ -66,6 +67,7 @@ class PrivateTraining:
             dtype=model.surgery.loss_dtype,
         )
         self._known = {id(param) for param in named.values()}
+        self._seal = Seal()
         for name, param in named.items():
             handle = param.register_hook(partial(self._check_gradient, name))
             self._undo.callback(handle.remove)
@@ -119,6 +121,25 @@ class PrivateTraining:
                 f"{name}."
             )
 
+    def check_stepped(self, owned: Mapping[str, object]) -> None:
+        """Check that an optimizer steps every trainable parameter.
+
+        Args:
+            owned: Those that one steps, by name.
+
+        Raises:
+            ConfigError: If not: the gradients of one that is left out would add up over all calls,
+                and get the noise of one.
+        """
+        named = self._model.module.named_parameters()
+        left = [n for n, p in named if p.requires_grad and p.numel() and n not in owned]
+        if left:
+            raise ConfigError(
+                f"privacy=...: {len(left)} trainable parameters (first: {left[0]}) are in no group "
+                "of the optimizer, so that their gradients would add up without noise; freeze them "
+                "(requires_grad=False) before the set-up, or give them to the optimizer."
+            )
+
     # -- calls ---------------------------------------------------------------------------------
 
     def prepare(
@@ -143,7 +164,7 @@ class PrivateTraining:
                 "(no_backward_sync, accumulate_grad_batches); a logical batch may be as large as "
                 "wanted, num_microbatches bounds the memory."
             )
-        self._refuse_thawed()
+        self._check_parameters()
         marks = [batch.get(MASK) for batch in batches]
         known = [mark for mark in marks if mark is not None]
         whole = torch.cat(known) if len(known) == len(marks) else None
@@ -164,18 +185,20 @@ class PrivateTraining:
         self.clipping.masks = masks
         return microbatches
 
-    def _refuse_thawed(self) -> None:
-        """Refuse parameters that were frozen at the set-up: nothing clips their gradients.
+    def _check_parameters(self) -> None:
+        """Refuse parameters that were frozen at the set-up, and hooks of others.
 
         Raises:
             PrivacyError: If there is one; names it.
         """
-        for name, param in self._model.module.named_parameters():
-            if param.requires_grad and id(param) not in self._known:
+        named = {n: p for n, p in self._model.module.named_parameters() if p.requires_grad}
+        for name, param in named.items():
+            if id(param) not in self._known:
                 raise PrivacyError(
                     f"{name} was frozen when the module was set up, so its gradient would not be "
                     "clipped; set the module up again after thawing it."
                 )
+        refuse_hooks(named)
 
     def _filled(self, batch: Batch) -> Batch:
         """Return a batch with a mark for every row, and positions for every row where needed."""
@@ -201,21 +224,28 @@ class PrivateTraining:
 
     def end_call(self) -> None:
         """Keep what clipping did, for whoever watches."""
-        self.ledger.stats = self.clipping.stats
+        self.ledger.end_call(self.clipping.stats)
 
     # -- steps ---------------------------------------------------------------------------------
+
+    def released(self, buckets: Sequence[Bucket]) -> None:
+        """Note that a clipped sum lies in the gradients, which nobody may touch now."""
+        self.ledger.note_released()
+        self._seal.close(buckets)
 
     def privatize(self, buckets: Sequence[Bucket]) -> None:
         """Add the noise to the reduced gradients and divide them by the logical batch.
 
         Raises:
-            PrivacyError: If not exactly one call waits for its step.
+            PrivacyError: If not exactly one call waits for its step, or its gradients were changed.
         """
+        self.ledger.check_step()
+        self._seal.check(buckets)
         scale = self.ledger.begin_step()
         release = Release(
             noise=self.ledger.noise,
             scale=scale,
-            step=self.ledger.steps,
+            step=self.ledger.drawn,
             divisor=float(self.ledger.config.logical_batch_size),
         )
         privatize(buckets, release, self._model.surgery.specs, self._mesh)

@@ -83,7 +83,8 @@ def private_loader(runtime: ParallelRuntime, loader: Any) -> Any:
         replica=mesh.dp_rank,
         multiple=runtime.config.pipeline.microbatches(mesh.pp_size),
     )
-    return poisson_loader(loader, draw)
+    # Lightning may set the training loader up again, every few epochs or in another fit.
+    return poisson_loader(loader, draw, ledger.first_draw())
 
 
 def saved_privacy(runtime: ParallelRuntime) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from goose_strategy.compat.torch import (
     embedding_backward,
     fresh_view,
     has_forward_hooks,
+    hooks_of,
     inside_backward,
     is_compiled,
     is_compiled_wrapper,
@@ -218,6 +219,17 @@ def test_hooks_on_a_leaf_are_called_where_it_gets_nothing_unless_they_are_told()
         [3.0, 3.0],
         "after",
     ]
+
+
+def test_hooks_are_seen_also_quiet_ones():
+    leaf = torch.ones(1, requires_grad=True)
+    assert hooks_of(leaf) == []
+    before, after = (lambda gradient: None), (lambda _: None)
+    leaf.register_hook(before)
+    leaf.register_post_accumulate_grad_hook(after)
+    assert hooks_of(leaf) == [before, after]
+    quiet_hooks(leaf)
+    assert hooks_of(leaf) == [before, after]
 
 
 def test_quiet_hooks_still_change_gradients_and_can_be_removed():

@@ -56,11 +56,41 @@ def test_the_accountant_that_may_underestimate_says_so() -> None:
 
 def test_a_history_goes_on() -> None:
     first, second = [(1.0, 0.01, 30)], [(1.3, 0.02, 20)]
-    one = spent(Accountant("rdp"), first)
-    two = Accountant("rdp")
-    two.history = one.history
+    one = spent(Accountant("rdp", run="one"), first)
+    two = Accountant("rdp", run="two")
+    two.merge(one.state_dict())
     assert spent(two, second).epsilon(DELTA) == opacus("rdp", first + second)
     assert two.history == [(1.0, 0.01, 30), (1.3, 0.02, 20)]
+    assert two.total == 50
+
+
+def test_steps_count_once_each_also_of_a_run_that_goes_back() -> None:
+    run = spent(Accountant("rdp", run="one"), [(1.0, 0.01, 30)])
+    early = run.state_dict()
+    spent(run, [(1.0, 0.01, 10)])
+    run.merge(early)
+    assert run.history == [(1.0, 0.01, 40)], "what was rolled back was seen all the same"
+    other = spent(Accountant("rdp", run="two"), [(1.0, 0.01, 5)])
+    other.merge(early)
+    assert other.history == [(1.0, 0.01, 35)]
+
+
+def test_steps_of_draws_that_were_cut_off_stay_so() -> None:
+    cut = spent(Accountant("rdp", excess=1e-9, run="one"), [(1.0, 0.01, 50)])
+    plain = Accountant("rdp", run="two")
+    plain.merge(cut.state_dict())
+    assert plain.epsilon(DELTA) == cut.epsilon(DELTA)
+    assert plain.epsilon(DELTA) > spent(Accountant("rdp"), [(1.0, 0.01, 50)]).epsilon(DELTA)
+
+
+@pytest.mark.filterwarnings("ignore:.*can underestimate")
+def test_an_accountant_of_one_setting_counts_no_other() -> None:
+    """Opacus's would tell of the last setting's steps alone."""
+    accountant = spent(Accountant("gdp"), [(1.0, 0.01, 50)])
+    accountant.epsilon(DELTA)
+    spent(accountant, [(2.0, 0.01, 1)])
+    with pytest.raises(ConfigError, match="accountant='gdp' knows one setting"):
+        accountant.epsilon(DELTA)
 
 
 def test_nothing_is_spent_before_the_first_step_and_everything_without_noise() -> None:
@@ -87,7 +117,8 @@ def test_how_often_a_draw_is_cut_off() -> None:
     # 100 expected, standard deviation 9.5.
     assert excess_of(1000, 0.1, 100) == pytest.approx(0.475, abs=0.02)
     assert excess_of(1000, 0.1, 200) < 1e-20
-    assert excess_of(10, 0.5, 9) == pytest.approx(2.0**-10)
+    # Of ten samples and of the eleventh that a neighbouring set has.
+    assert excess_of(10, 0.5, 9) == pytest.approx(12 * 2.0**-11)
 
 
 def test_noise_for_a_target() -> None:
@@ -96,6 +127,26 @@ def test_noise_for_a_target() -> None:
     reached = opacus("rdp", [(sigma, 0.02, 40)])
     assert 1.9 < reached <= 2.0
     assert noise_for(PrivacyConfig(noise_multiplier=0.7), 0.02) == 0.7
+
+
+def test_noise_for_a_target_leaves_room_for_draws_that_are_cut_off() -> None:
+    config = PrivacyConfig(
+        target_epsilon=2.0,
+        target_delta=DELTA,
+        steps=40,
+        accountant="rdp",
+        sampling="truncated_poisson",
+        logical_batch_size=20,
+        max_batch_size=48,
+    )
+    excess = excess_of(1000, 0.02, 48)
+    assert 1e-10 < excess < 1e-7
+    sigma = noise_for(config, 0.02, excess=excess)
+    found = spent(Accountant("rdp", excess=excess), [(sigma, 0.02, 40)]).epsilon(DELTA)
+    assert 1.9 < found <= 2.0
+    assert sigma > noise_for(config, 0.02)
+    with pytest.raises(ConfigError, match="max_batch_size=48 cuts a draw off"):
+        noise_for(config, 0.02, excess=1e-4)
 
 
 def test_a_target_that_cannot_be_reached_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -68,6 +69,30 @@ def test_no_step_comes_after_the_last() -> None:
         ledger.begin_call(torch.tensor([3]))
 
 
+def test_no_step_comes_after_the_planned_ones_whatever_the_noise_was_chosen_for() -> None:
+    ledger = ledger_of(steps=1)
+    ledger.know_data(100)
+    step(ledger, 1)
+    with pytest.raises(PrivacyError, match="all steps=1 are taken"):
+        ledger.begin_call(torch.tensor([2]))
+
+
+def test_a_step_that_is_left_out_is_refused() -> None:
+    """``if not loss.isfinite(): continue`` would tell of the data what no noise covers."""
+    ledger = ledger_of()
+    ledger.know_data(100)
+    step(ledger, 1)
+    ledger.begin_call(torch.tensor([2]))
+    ledger.end_call(ledger.stats)
+    with pytest.raises(PrivacyError, match="no step followed"):
+        ledger.begin_call(torch.tensor([3]))
+    # A call that failed has shown nothing.
+    failed = ledger_of()
+    failed.know_data(100)
+    failed.begin_call(torch.tensor([1]))
+    step(failed, 2)
+
+
 def test_noise_that_hangs_on_the_data_is_not_known_before_it() -> None:
     ledger = ledger_of(noise_multiplier=None, target_epsilon=5.0, steps=2)
     ledger.note_released()
@@ -125,6 +150,45 @@ def test_a_resumed_run_goes_on() -> None:
     step(first, 2)
     assert second.steps == first.steps == 2
     assert second.epsilon() == first.epsilon()
+
+
+def test_a_run_that_goes_back_to_its_checkpoint_has_spent_what_it_spent() -> None:
+    ledger = ledger_of()
+    ledger.know_data(100)
+    for draw in (1, 2):
+        step(ledger, draw)
+    state = ledger.state_dict()
+    for draw in (3, 4, 5):
+        step(ledger, draw)
+    spent = ledger.epsilon()
+    ledger.check_resume(state)
+    ledger.load_state_dict(state)
+    assert (ledger.steps, ledger.epsilon()) == (5, spent)
+    drawn = ledger.drawn
+    step(ledger, 6)
+    assert ledger.drawn == drawn + 1 == 6, "noise of an earlier step would be added again"
+    assert (ledger.epsilon() or 0) > (spent or 0)
+
+
+@pytest.mark.parametrize("claimless", [{"sampling": "none"}, {"noise_seed": 3}], ids=str)
+def test_nothing_is_claimed_of_a_run_that_goes_on_from_one_without_a_claim(claimless: Any) -> None:
+    first = ledger_of(**claimless)
+    second = ledger_of(allow_privacy_change=True)
+    second.know_data(100)
+    assert second.epsilon() == 0
+    second.load_state_dict(first.state_dict())
+    assert second.epsilon() is None
+    third = ledger_of(allow_privacy_change=True)
+    third.load_state_dict(second.state_dict())
+    assert third.epsilon() is None
+
+
+def test_loaders_share_no_draw() -> None:
+    ledger = ledger_of()
+    firsts = [ledger.first_draw() for _ in range(3)]
+    assert firsts == sorted(set(firsts))
+    assert firsts[0] == 0
+    assert min(b - a for a, b in itertools.pairwise(firsts)) > 10**9
 
 
 def test_the_root_is_in_no_checkpoint_and_fresh_after_a_resume() -> None:

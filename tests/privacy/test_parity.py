@@ -138,6 +138,15 @@ def test_heads_that_are_fewer_than_the_ranks() -> None:
     assert_same(run_call(case, BATCH), reference_call(case, BATCH), 1e-9)
 
 
+@pytest.mark.parametrize(
+    "mesh", [{"tp": 2}, pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.full)], ids=str
+)
+def test_a_tied_table_that_every_tp_rank_holds_counts_once(mesh: dict[str, int]) -> None:
+    rules = {"model.embed_tokens": "replicated", "lm_head": "replicated"}
+    case = clipped(PrivateCase(tied=True, tensor=(("rules", rules),), **mesh), "some")
+    assert_same(run_call(case, BATCH), reference_call(case, BATCH), 1e-9)
+
+
 @pytest.mark.parametrize("family", ["phi3", "qwen2", "gpt_neox", "mistral"])
 def test_further_families(family: Any) -> None:
     case = case_of(family, share="some", tied=True, pp=2, tp=2, schedule="ZBVZeroBubble")

@@ -11,6 +11,7 @@ from goose_strategy.privacy import products
 from goose_strategy.privacy.products import (
     Products,
     embedding_squares,
+    factor_dtype,
     product_squares,
     scaled_rows,
     tied_rows,
@@ -94,7 +95,7 @@ def test_rows_times_factors() -> None:
     spoiled = GRAD.clone()
     spoiled[1] = float("nan")
     good = torch.tensor([True, False, True])
-    found = scaled_rows(spoiled, factors, good)
+    found = scaled_rows(spoiled, factors, good, GRAD.dtype)
     assert torch.equal(found[0], GRAD[0] * 0.5)
     assert not found[1].any()
     assert torch.equal(found[2], GRAD[2])
@@ -104,7 +105,36 @@ def test_rows_times_factors() -> None:
 def test_factors_are_not_rounded_before_they_multiply() -> None:
     factors = torch.tensor([1 / 3] * 3)
     narrow = GRAD.bfloat16()
-    found = scaled_rows(narrow, factors, None)
+    found = scaled_rows(narrow, factors, None, torch.bfloat16)
     exact = narrow.double() / 3
     # Rounded once to the eight digits of bf16; twice would be up to twice as far off.
     assert float(((found.double() - exact).abs() / exact.abs()).max()) <= 2**-8
+    wider = scaled_rows(narrow, factors, None, torch.float32)
+    assert float(((wider.double() - exact).abs() / exact.abs()).max()) <= 2**-22
+
+
+def test_only_devices_multiply_sixteen_bits() -> None:
+    assert factor_dtype(GRAD) is torch.float64
+    assert factor_dtype(GRAD.bfloat16()) is torch.float32
+    assert factor_dtype(GRAD.bfloat16().to("meta")) is torch.bfloat16
+
+
+@pytest.mark.parametrize("tokens", [8, 64])
+def test_gradients_that_cancel_are_not_taken_for_smaller_ones(tokens: int) -> None:
+    """Equal tokens whose gradients nearly cancel: their products are a million times the square."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(1, 1, 128, generator=generator).expand(16, tokens, 128).contiguous()
+    grad = torch.randn(16, tokens, 96, generator=generator)
+    grad -= grad.mean(1, keepdim=True) * (1 - 1e-3)
+    exact = product_squares(x.double(), grad.double(), Products("instantiate")).sqrt()
+    found = product_squares(x, grad, Products("ghost")).double().sqrt()
+    assert float((found / exact).min()) >= 1 - 1e-5
+    with patch.object(products, "SLACK", 0):
+        bare = product_squares(x, grad, Products("ghost")).double().sqrt()
+    assert float((bare / exact).min()) < 1 - 1e-3, "nothing cancels, so nothing was shown"
+    # And what does not cancel has the norm that it has.
+    grad = torch.randn(16, tokens, 96, generator=generator)
+    x = torch.randn(16, tokens, 128, generator=generator)
+    exact = product_squares(x.double(), grad.double(), Products("instantiate")).sqrt()
+    found = product_squares(x, grad, Products("ghost")).double().sqrt()
+    assert float((found / exact - 1).abs().max()) < 1e-6

@@ -48,7 +48,12 @@ def exchange(ctx: Context) -> list[Tensor]:
             for one in sent:
                 one.wait()
             return []
-        return [link.receive(torch.zeros(2, 4, 3)).clone() for _ in range(2)]
+        batch, like = {"input_ids": IDS}, torch.zeros(2, 4, 3)
+        local = torch.where((IDS >= START) & (IDS < START + 6), IDS - START, 0)
+        for other in (local + 1, local[:, :2]):
+            with pytest.raises(PrivacyError, match="other ids than input_ids"):
+                link.receive(like, other, batch)
+        return [link.receive(like, local, batch).clone() for _ in range(2)]
     finally:
         mesh.close()
         assert mesh.norms is None
