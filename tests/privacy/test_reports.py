@@ -11,12 +11,25 @@ from typing import Any
 import pytest
 import torch
 
+from goose_strategy.privacy.ledger import Ledger
 from goose_strategy.privacy.sampler import Draw
 from tests.harness.models import IGNORED, batches
+from tests.harness.worker import Context
+from tests.harness.world import run_ranks
 from tests.parity.lora import LAYERS
-from tests.privacy.oracle import PrivateCase, assert_same, reference_call, run_call
+from tests.parity.session import Pieces
+from tests.privacy.oracle import (
+    PrivateCase,
+    assert_same,
+    ledger_of,
+    pieces,
+    private_call,
+    reference_call,
+    run_call,
+    start,
+)
 from tests.privacy.test_parity import clipped
-from tests.privacy.test_release import noisy, noisy_call
+from tests.privacy.test_release import DIVISOR, LIMIT, noisy, noisy_call
 
 
 def test_ignored_tokens_do_not_dilute_a_sample() -> None:
@@ -84,9 +97,6 @@ def test_an_empty_draw_is_a_noisy_step() -> None:
     assert draw.rows(5) == [(0, 0)] * 3
     batch = {**batches(1, batch_size=8)[0], "sample_mask": torch.zeros(8, dtype=torch.long)}
     case = noisy(dp=2, pp=2, schedule="ZBH1")
-    from tests.harness.world import run_ranks
-    from tests.privacy.oracle import private_call
-
     for seen, full in zip(
         run_ranks(private_call, 4, case, batch, None), noisy_call(case), strict=True
     ):
@@ -107,3 +117,56 @@ def test_every_way_to_a_norm_trains_alike(norm: str) -> None:
     found = run_call(case.clipped_at(limit, norm=norm), batch)
     for name, value in plain.parameters.items():
         assert torch.allclose(found.parameters[name], value, rtol=1e-9, atol=1e-12), name
+
+
+CLIPPINGS = ("flat", "automatic", "per_stage")
+
+
+def noise_and_account(ctx: Context, clipping: str) -> tuple[Pieces, Pieces, list[Any]]:
+    """Return clipped sums, the same with noise, and what was counted of one step."""
+    case = noisy(pp=2)
+    privacy = replace(case.privacy, clipping=clipping, sampling="poisson", tied="exact")
+    runtime, handle, optimizer = start(replace(case, privacy=privacy, tied=False))
+    try:
+        ledger = ledger_of(runtime)
+        ledger.know_data(50)
+        batch = {**batches(1, batch_size=4)[0], "sample_mask": torch.ones(4, dtype=torch.long)}
+        loss = handle.module(**batch).loss
+        with runtime.backward(loss):
+            loss.backward()
+        sums = pieces(handle, handle.reducer.full_gradients())
+        optimizer.step()
+        noised = pieces(handle, handle.reducer.full_gradients())
+        return sums, noised, ledger.state_dict()["history"]
+    finally:
+        runtime.stop()
+
+
+@pytest.mark.parametrize("clipping", CLIPPINGS)
+def test_what_is_counted_is_the_noise_that_was_added(clipping: str) -> None:
+    """meta-pytorch/opacus #807: adaptive clipping counted another noise than it was asked for.
+
+    Whatever the clipping, the joint norm of a sample is at most ``max_grad_norm``, the noise is
+    ``noise_multiplier`` times that, and this multiplier is counted.
+    """
+    for sums, noised, history in run_ranks(noise_and_account, 2, clipping):
+        ((sigma, rate, _, _, steps),) = history
+        assert (rate, steps) == (DIVISOR / 50, 1)
+        drawn = [noised[n][1] * DIVISOR - part for n, (_, part) in sums.items()]
+        noise = torch.cat([part.reshape(-1) for part in drawn])
+        # What is counted of what was added: three standard errors of a standard deviation.
+        error = 3 / (2 * noise.numel()) ** 0.5
+        assert float(noise.std()) / LIMIT == pytest.approx(sigma, rel=error)
+
+
+@pytest.mark.parametrize("size", [50, 51, 99])
+def test_no_divisor_hangs_on_the_size_of_the_data(size: int) -> None:
+    """meta-pytorch/opacus #571, #819: a batch size rounded from the data's told of a single row."""
+    found = []
+    for samples in (size, size + 1):
+        ledger = Ledger(noisy().privacy, None)
+        ledger.know_data(samples)
+        assert ledger.rate == DIVISOR / samples
+        ledger.note_released()
+        found.append((ledger.config.logical_batch_size, ledger.begin_step()))
+    assert found[0] == found[1]

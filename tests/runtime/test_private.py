@@ -140,6 +140,16 @@ def a_second_optimizer(runtime: Any, handle: Any, optimizer: Any) -> None:
     runtime.attach_optimizers(handle.module, [optimizer, other])
 
 
+def an_optimizer_that_leaves_one_out(runtime: Any, handle: Any, optimizer: Any) -> None:
+    params = list(handle.module.parameters())
+    runtime.attach_optimizers(handle.module, [torch.optim.SGD(params[1:], lr=0.1)])
+
+
+def a_hook_of_ones_own(runtime: Any, handle: Any, optimizer: Any) -> None:
+    handle.module.model.norm.weight.register_hook(lambda gradient: gradient * 100)
+    _call(handle)
+
+
 def a_norm_that_was_thawed(runtime: Any, handle: Any, optimizer: Any) -> None:
     # It was frozen at the set-up, so its gradient would reach it by itself, unclipped.
     handle.module.model.norm.weight.requires_grad_()
@@ -167,6 +177,8 @@ REFUSED: dict[Act, tuple[str, str]] = {
     a_kernel_past_the_layers: ("ScheduleError", "gate_proj.weight got a gradient"),
     flattened: ("ScheduleError", "before it is flattened"),
     a_second_optimizer: ("ConfigError", "2 optimizers"),
+    an_optimizer_that_leaves_one_out: ("ConfigError", "1 trainable .* in no group"),
+    a_hook_of_ones_own: ("PrivacyError", "model.norm.weight has a hook"),
     a_norm_that_was_thawed: ("PrivacyError", "model.norm.weight was frozen"),
     a_second_module: ("ConfigError", "covers one module"),
 }
