@@ -25,7 +25,13 @@ KINDS = (
     "PhiForCausalLM",
     "StableLmForCausalLM",
 )
-CUT = ("ApertusForCausalLM", "Cohere2ForCausalLM", "Gemma3ForCausalLM", "Olmo2ForCausalLM")
+CUT = (
+    "ApertusForCausalLM",
+    "Cohere2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GemmaForCausalLM",
+    "Olmo2ForCausalLM",
+)
 REFUSED = {
     "BertLMHeadModel": "cls.predictions.bias",
     "HrmTextForCausalLM": "used more than once",

@@ -10,13 +10,21 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from tests.harness.models import batches
 from tests.parity.lora import LAYERS
-from tests.privacy.oracle import PrivateCase, assert_same, reference_call, run_call
+from tests.privacy import oracle
+from tests.privacy.oracle import (
+    PrivateCase,
+    assert_same,
+    reference_call,
+    run_call,
+    vanilla_gradients,
+)
 
 BATCH = batches(1, batch_size=8)[0]
 FAMILIES = ("llama", "qwen3", "gpt2", "bloom")
@@ -147,10 +155,19 @@ def test_a_tied_table_that_every_tp_rank_holds_counts_once(mesh: dict[str, int])
     assert_same(run_call(case, BATCH), reference_call(case, BATCH), 1e-9)
 
 
-@pytest.mark.parametrize("family", ["phi3", "qwen2", "gpt_neox", "mistral"])
+@pytest.mark.parametrize("family", ["falcon", "gemma", "phi3", "qwen2", "gpt_neox", "mistral"])
 def test_further_families(family: Any) -> None:
     case = case_of(family, share="some", tied=True, pp=2, tp=2, schedule="ZBVZeroBubble")
     assert_same(run_call(case, BATCH), reference_call(case, BATCH), 1e-9)
+
+
+def test_opacus_and_single_rows_are_one_reference() -> None:
+    case = PrivateCase(tied=True)
+    theirs = vanilla_gradients(case, BATCH)[1]
+    with patch.object(oracle, "BY_ROWS", ("llama",)):
+        mine = vanilla_gradients(replace(case, rows=9), BATCH)[1]
+    for name, value in theirs.items():
+        assert torch.allclose(mine[name], value, rtol=1e-9, atol=1e-12), name
 
 
 def test_a_bound_clips_a_tied_weight_at_least_as_much() -> None:
@@ -165,8 +182,6 @@ def test_automatic_clipping_scales_every_sample() -> None:
     case = case_of("llama", share="some", tied=True, pp=2, tp=2)
     limit = case.privacy.max_grad_norm
     mine = run_call(case.clipped_at(limit, clipping="automatic"), BATCH)
-    from tests.privacy.oracle import vanilla_gradients
-
     _, gradients = vanilla_gradients(case, BATCH)
     norms = reference_call(case, BATCH).norms
     factors = limit / (norms + 0.01)
@@ -179,8 +194,6 @@ def test_clipping_by_stage_bounds_every_stage() -> None:
     case = case_of("llama", share="some", pp=2)
     limit = case.privacy.max_grad_norm
     mine = run_call(case.clipped_at(limit, clipping="per_stage"), BATCH, by_stage=True)
-    from tests.privacy.oracle import vanilla_gradients
-
     _, gradients = vanilla_gradients(case, BATCH)
     # What a rank holds is told by which norm its samples have.
     halves: list[list[str]] = [[], []]
