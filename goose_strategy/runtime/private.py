@@ -21,6 +21,7 @@ from goose_strategy.errors import ConfigError, PlanError, PrivacyError
 from goose_strategy.pipeline_parallel.microbatch import count_rows, split_batch
 from goose_strategy.privacy.classes import Share, check_samples, share_of
 from goose_strategy.privacy.clipping import MASK, SampleClipping
+from goose_strategy.privacy.lengths import OneLength
 from goose_strategy.privacy.losses import PerSampleLoss
 from goose_strategy.privacy.release import Release, privatize
 from goose_strategy.privacy.seal import Seal, refuse_hooks
@@ -68,6 +69,7 @@ class PrivateTraining:
         )
         self._known = {id(param) for param in named.values()}
         self._seal = Seal()
+        self._lengths = OneLength(part.module, positions=self._positions)
         for name, param in named.items():
             handle = param.register_hook(partial(self._check_gradient, name))
             self._undo.callback(handle.remove)
@@ -173,6 +175,7 @@ class PrivateTraining:
         microbatches = split_batch(
             filled if listed else filled[0], config, stages=self._mesh.pp_size
         )
+        self._lengths.check(batches, microbatches)
         masks = []
         for microbatch in microbatches:
             mask = microbatch.pop(MASK)
