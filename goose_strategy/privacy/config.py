@@ -34,7 +34,8 @@ class PrivacyConfig:
             of ``max_grad_norm``; or leave it to ``target_epsilon``.
         target_epsilon: Choose the noise so that ``steps`` steps cost this much at ``target_delta``.
         target_delta: The ``delta`` of ``target_epsilon`` and of what is reported.
-        steps: Number of steps planned; needed with ``target_epsilon``, and none comes after them.
+        steps: Number of steps planned, those before a resume included; needed with
+            ``target_epsilon``. None comes after them.
         logical_batch_size: Expected number of samples in a step, ``L``, by which the noisy sum is
             divided. It is public; the actual number is not.
         clipping: ``"flat"`` clips the gradient of the whole model; ``"automatic"`` scales every
@@ -50,13 +51,14 @@ class PrivacyConfig:
             epsilon is known.
         max_batch_size: Most samples of a step with ``sampling="truncated_poisson"``.
         accountant: ``"prv"``, ``"rdp"`` or ``"gdp"``, all of Opacus.
-        secure: Draw the noise from a cryptographic generator, and so that the noise's last bits
-            tell nothing. Needs the package ``cryptography``.
+        secure: Draw the noise from a cryptographic generator, every number as a sum of four, so
+            that its last bits tell less. Needs the package ``cryptography``.
         extra_inflight: Microbatches that a pipeline rank may hold in addition, which hides the sum
             of the norms.
         noise_seed: For tests only: seeds noise and sampling, so that they are known to whoever
             knows the seed. Nothing is private then.
-        allow_privacy_change: Let a resumed run have other settings than its checkpoint.
+        allow_privacy_change: Let a resumed run have other settings than its checkpoint. The steps
+            of both count with their own; after steps of which no epsilon is known, none is claimed.
     """
 
     max_grad_norm: float = 1.0

@@ -64,8 +64,9 @@ class FastSource:
 class SecureSource:
     """AES-256 in counter mode, and sums of four numbers.
 
-    One number of 53 bits, scaled, leaves gaps that may tell the value it was added to; a sum of
-    several does not (Holohan and Braghin 2021, arXiv:2107.10138), which Opacus does, too.
+    One number of 53 bits, scaled, leaves gaps that may tell the value it was added to. In sums of
+    several they are much harder to find (Holohan and Braghin 2021, arXiv:2107.10138), which is what
+    Opacus does, too; noise in floating point closes none of them for certain.
     """
 
     TERMS = 4
