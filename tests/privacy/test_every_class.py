@@ -12,17 +12,13 @@ from tests.privacy.every_class import Outcome, all_classes, examine
 KINDS = (
     "ApertusForCausalLM",
     "BitNetForCausalLM",
-    "Cohere2ForCausalLM",
     "CTRLLMHeadModel",
     "ElectraForCausalLM",
-    "FalconForCausalLM",
     "Gemma3ForCausalLM",
-    "Glm4ForCausalLM",
     "GPTBigCodeForCausalLM",
     "MptForCausalLM",
     "Olmo2ForCausalLM",
     "PersimmonForCausalLM",
-    "PhiForCausalLM",
     "StableLmForCausalLM",
 )
 CUT = (
