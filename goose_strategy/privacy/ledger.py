@@ -48,6 +48,7 @@ class Ledger:
         sigma: The noise multiplier; ``None`` until it is known.
         drawn: Number of the noise that was drawn last, in this process. It never goes back: noise
             that is used twice shows the difference of what it was added to.
+        counts: Samples of the draws that this replica's loaders made, until they are used.
         stats: What clipping did in the last call. Computed from the data, so it is not private.
     """
 
@@ -57,6 +58,7 @@ class Ledger:
         self.rate: float | None = None
         self.sigma: float | None = config.noise_multiplier
         self.drawn = 0
+        self.counts: dict[int, int] = {}
         self.stats = ClippingStats()
         self._control = control
         # Never written to a checkpoint: a run that is resumed draws other noise.
@@ -192,11 +194,29 @@ class Ledger:
                 "the training loader was not set up by the strategy (fabric.setup_dataloaders, or "
                 "the Trainer), so the sampling rate is not known and no step could be counted."
             )
-        number = int(mark.max())
+        self._take_draw(mark)
+
+    def _take_draw(self, mark: Tensor) -> None:
+        """Check that a call's rows are one draw, whole and new."""
+        real = mark[mark > 0]
+        number = int(real.max()) if real.numel() else 0
         if number and number <= self._last_draw:
             raise PrivacyError(
                 f"a batch of draw {number} was used after that of draw {self._last_draw}; every "
                 "draw may be used once, and those of a loader that was set up earlier no more."
+            )
+        if number and int(real.min()) != number:
+            raise PrivacyError(
+                f"one call has rows of the draws {sorted(set(real.tolist()))[:4]}, in which a "
+                "sample may occur more than once; pass the batch of one draw, and set "
+                "logical_batch_size to as many samples as a step shall have."
+            )
+        drawn = self.counts.pop(number, None)
+        if drawn is not None and drawn != real.numel():
+            raise PrivacyError(
+                f"draw {number} has {drawn} samples on this replica, but the call has "
+                f"{real.numel()} rows of it: some were repeated or left out, which no noise was "
+                "chosen for. Hand over all rows as the loader made them."
             )
         self._last_draw = max(number, self._last_draw)
 

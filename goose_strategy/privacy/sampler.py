@@ -76,11 +76,13 @@ class PoissonSampler(Sampler[list[Drawn]]):
     Args:
         draw: How they are drawn.
         start: Number of draws made before.
+        counts: Where the number of samples of each draw is noted, by the draw's number.
     """
 
-    def __init__(self, draw: Draw, start: int = 0) -> None:
+    def __init__(self, draw: Draw, start: int = 0, counts: dict[int, int] | None = None) -> None:
         self.draw = draw
         self.number = start
+        self._counts = {} if counts is None else counts
 
     def __len__(self) -> int:
         """Number of batches in which a sample is expected once."""
@@ -90,7 +92,9 @@ class PoissonSampler(Sampler[list[Drawn]]):
         """Draw on where the last pass has stopped: no draw is made twice."""
         for _ in range(len(self)):
             self.number += 1
-            yield self.draw.rows(self.number)
+            rows = self.draw.rows(self.number)
+            self._counts[self.number] = sum(mark > 0 for _, mark in rows)
+            yield rows
 
 
 class MarkedSamples(Dataset[tuple[Any, int]]):
@@ -183,13 +187,16 @@ def check_loader(loader: Any) -> None:
         )
 
 
-def poisson_loader(loader: DataLoader[Any], draw: Draw, start: int = 0) -> DataLoader[Any]:
+def poisson_loader(
+    loader: DataLoader[Any], draw: Draw, start: int = 0, counts: dict[int, int] | None = None
+) -> DataLoader[Any]:
     """Return a loader over the same data whose batches are drawn by Poisson sampling.
 
     Args:
         loader: The user's, checked by `check_loader`.
         draw: How.
         start: Number of draws made before.
+        counts: See `PoissonSampler`.
     """
     workers = loader.num_workers
     extra: dict[str, Any] = {}
@@ -201,7 +208,7 @@ def poisson_loader(loader: DataLoader[Any], draw: Draw, start: int = 0) -> DataL
         }
     return DataLoader(
         MarkedSamples(loader.dataset),
-        batch_sampler=PoissonSampler(draw, start),
+        batch_sampler=PoissonSampler(draw, start, counts),
         collate_fn=MarkedCollate(loader.collate_fn),
         num_workers=workers,
         pin_memory=loader.pin_memory,

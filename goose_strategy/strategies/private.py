@@ -84,7 +84,7 @@ def private_loader(runtime: ParallelRuntime, loader: Any) -> Any:
         multiple=runtime.config.pipeline.microbatches(mesh.pp_size),
     )
     # Lightning may set the training loader up again, every few epochs or in another fit.
-    return poisson_loader(loader, draw, ledger.first_draw())
+    return poisson_loader(loader, draw, ledger.first_draw(), ledger.counts)
 
 
 def saved_privacy(runtime: ParallelRuntime) -> dict[str, Any]:

@@ -102,6 +102,23 @@ def test_noise_that_hangs_on_the_data_is_not_known_before_it() -> None:
         ledger.draw(replicas=1, replica=0, multiple=1)
 
 
+def test_a_call_has_the_rows_of_one_draw_each_once() -> None:
+    ledger = ledger_of()
+    ledger.know_data(100)
+    # As model([first, second]) would: a sample may be in both, and count twice.
+    with pytest.raises(PrivacyError, match=r"rows of the draws \[1, 2\]"):
+        ledger.begin_call(torch.tensor([1, 1, 2, 0]))
+    for number, rows in ((3, [3, 3, 3, 3]), (4, [4])):
+        ledger.counts[number] = 2
+        with pytest.raises(PrivacyError, match=f"draw {number} has 2 samples .* {len(rows)} rows"):
+            ledger.begin_call(torch.tensor(rows))
+    ledger.counts[5] = 2
+    step(ledger, 6)
+    ledger.counts[7] = 2
+    ledger.begin_call(torch.tensor([7, 7, 0]))
+    assert ledger.counts.keys() == {5}
+
+
 def test_marks_of_ones_own_do_not_stand_for_a_loader() -> None:
     with pytest.raises(PrivacyError, match="the training loader was not set up"):
         ledger_of().begin_call(torch.tensor([1]))

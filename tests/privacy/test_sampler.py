@@ -102,7 +102,9 @@ def test_a_pass_goes_on_where_the_last_one_stopped() -> None:
     first, second = list(sampler), list(sampler)
     assert first[0] != second[0]
     assert sampler.number == 20
-    assert list(PoissonSampler(DRAW, start=10)) == second
+    counts: dict[int, int] = {}
+    assert list(PoissonSampler(DRAW, 10, counts)) == second
+    assert counts == {11 + n: sum(mark > 0 for _, mark in one) for n, one in enumerate(second)}
 
 
 def test_other_roots_draw_other_samples() -> None:

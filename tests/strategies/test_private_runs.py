@@ -76,7 +76,7 @@ def makes_a_loader_anew(ctx: Context) -> Any:
 
 
 def leaves_things_out(ctx: Context) -> Any:
-    acts = (_no_step, _no_sync, _no_backward, _left_out_of_the_optimizer, _watched)
+    acts = (_no_step, _no_sync, _no_backward, _left_out_of_the_optimizer, _watched, *_REPEATS)
     return [attempt(partial(act, ctx)) for act in acts]
 
 
@@ -112,6 +112,20 @@ def _no_backward(ctx: Context) -> None:
 def _left_out_of_the_optimizer(ctx: Context) -> None:
     model = tiny_model("llama", tied=True, dtype=torch.float32)
     fabric_of(ctx).setup(model, SGD(list(model.parameters())[3:], lr=0.1))
+
+
+def _two_draws(ctx: Context) -> None:
+    _, model, _, loader = _one(ctx)
+    model([batch for batch, _ in zip(loader, range(2), strict=False)])
+
+
+def _every_row_twice(ctx: Context) -> None:
+    _, model, _, loader = _one(ctx)
+    for batch in loader:
+        model(**{name: torch.cat([value, value]) for name, value in batch.items()})
+
+
+_REPEATS = (_two_draws, _every_row_twice)
 
 
 def _watched(ctx: Context) -> None:
@@ -213,6 +227,8 @@ def test_what_leaves_a_step_out_is_refused() -> None:
         ("PrivacyError", "no step followed"),
         ("ConfigError", "in no group"),
         ("PrivacyError", "lm_head.weight has a hook|embed_tokens.weight has a hook"),
+        ("PrivacyError", r"rows of the draws \[1, 2\]"),
+        ("PrivacyError", "some were repeated"),
     )
     for number, (kind, text) in enumerate(refused):
         same_error([rank[number] for rank in found], kind, text)
