@@ -120,6 +120,7 @@ class SampleClipping:
         self._dtype = dtype
         self._how = Products(config.norm)
         self._records: dict[int, _Record] = {}
+        self._same_input: set[int] = set()
         self._microbatches: Sequence[Mapping[str, Any]] = ()
         self.masks: Sequence[Tensor] = ()
         self.accumulating = False
@@ -243,6 +244,7 @@ class SampleClipping:
         }
         if not partial:
             return {}
+        self._check_inputs([every[number] for number in partial])
         flat = torch.cat([part.reshape(-1).to(self._dtype) for part in partial.values()])
         all_reduce(flat, self._mesh.tp).wait()
         parts = flat.split([part.numel() for part in partial.values()])
@@ -250,6 +252,34 @@ class SampleClipping:
             number: part.view(partial[number].shape)
             for number, part in zip(partial, parts, strict=True)
         }
+
+    def _check_inputs(self, every: Sequence[Owed]) -> None:
+        """Check once that layers of which tp ranks have shares read the same input on all of them.
+
+        Only then is the sum of their gradients the gradient of the sum of what lies behind them.
+        """
+        fresh = [
+            (owed.weight, owed.x)
+            for owed in every
+            if isinstance(owed, ProductOwed) and id(owed.weight) not in self._same_input
+            if owed.weight is not None and owed.x is not None
+        ]
+        if not fresh:
+            return
+        sums = torch.stack([x.double().square().sum() for _, x in fresh])
+        ends = torch.cat([sums, -sums])
+        all_reduce(ends, self._mesh.tp, op="max").wait()
+        high, low = ends.chunk(2)
+        for (weight, _), largest, smallest in zip(
+            fresh, high.tolist(), (-low).tolist(), strict=True
+        ):
+            if largest - smallest > 1e-6 * largest:
+                raise PrivacyError(
+                    f"{self._share_of(weight).name} has another input on every tp rank, so the "
+                    "norms of its gradients are not known; freeze it, or use tp=1."
+                )
+            if largest - smallest <= 1e-6 * largest:  # Not where a sample is not finite.
+                self._same_input.add(id(weight))
 
     def _share_of(self, param: Tensor) -> Share:
         share = self._shares.get(id(param))

@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 from tests.harness.compare import assert_close_named, token_loss
 from tests.harness.models import IGNORED, Batch, batches, rows_of, tiny_model
 from tests.harness.worker import Context
-from tests.harness.world import run_ranks
+from tests.harness.world import RankFailure, run_ranks
 from tests.parity.grid import assemble
 from tests.parity.session import OPTIMIZERS, Pieces
 from tests.privacy.oracle import (
     INF,
     PrivateCase,
+    assert_same,
     ledger_of,
     per_sample_losses,
     pieces,
@@ -238,3 +239,28 @@ def test_a_row_that_is_not_finite_counts_as_nothing(mesh: dict[str, int]) -> Non
     assert torch.allclose(mine.norms[kept], theirs.norms, rtol=1e-9)
     assert_close_named(mine.sums, theirs.sums, 1e-9)
     assert all(bool(torch.isfinite(p).all()) for p in mine.parameters.values())
+
+
+# -- layers between a column and a row layer ------------------------------------------------------
+
+
+class MixingCase(PrivateCase):
+    """A case whose heads go through one linear layer, which every tp rank holds whole."""
+
+    def model(self) -> nn.Module:
+        """Build it."""
+        model: Any = super().model()
+        for layer in model.model.layers:
+            mix = nn.Linear(8, 8, bias=False, dtype=self.dtype)
+            with torch.no_grad():
+                mix.weight.copy_(torch.eye(8))
+            layer.self_attn.q_norm = mix
+        return model  # type: ignore[no-any-return]
+
+
+def test_a_whole_layer_that_sees_heads_of_one_rank_is_refused() -> None:
+    """The sum of products is not the product of sums where each rank has another input."""
+    case = MixingCase(family="qwen3")
+    assert_same(run_call(case, BATCH), reference_call(case, BATCH), 1e-9)
+    with pytest.raises(RankFailure, match=r"q_norm\.weight has another input on every tp rank"):
+        run_call(replace(case, tp=2), BATCH)
