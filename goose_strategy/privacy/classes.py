@@ -67,8 +67,10 @@ def check_samples(model: nn.Module) -> None:
         model: The whole model, not cut; with or without values.
 
     Raises:
-        PlanError: If one has none; names the first of them and how many there are.
+        PlanError: If one has none; names the first of them and how many there are. If there is a
+            batch norm.
     """
+    _refuse_batch_norm(model)
     checked: dict[object, str | None] = {}
     found: dict[str, str] = {}
     for name, module, own in _owners(model):
@@ -78,6 +80,16 @@ def check_samples(model: nn.Module) -> None:
             reason = _reason(module, own, checked)
         found |= _listed(name, module, own, reason)
     _refuse(found)
+
+
+def _refuse_batch_norm(model: nn.Module) -> None:
+    """Refuse batch norms, also frozen ones: in training they divide by what other samples hold."""
+    for name, module in model.named_modules():
+        if isinstance(module, _Obstacles.batch_norm):
+            raise PlanError(
+                f"{name} ({type(module).__name__}): a batch norm lets samples depend on one "
+                "another, also if it is frozen; use a layer norm."
+            )
 
 
 _MORE = "its module has more parameters than a weight and a bias"
@@ -230,8 +242,6 @@ def reason_against(module: nn.Module) -> str | None:
     Returns:
         Why not; ``None`` if they are.
     """
-    if isinstance(module, _Obstacles.batch_norm):
-        return "a batch norm lets samples depend on one another; use a layer norm"
     if any(True for _ in module.children()):
         return "parameters beside submodules have no rule"
     own = dict(module.named_parameters(recurse=False))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from goose_strategy.comm.collectives import broadcast_object
+from goose_strategy.comm.collectives import all_gather_objects, broadcast_object
 from goose_strategy.errors import ConfigError, PrivacyError
 from goose_strategy.privacy.accounting import (
     Accountant,
@@ -91,7 +91,7 @@ class Ledger:
     def know_data(self, size: int) -> float:
         """Note the number of samples, from which the sampling rate and the noise follow.
 
-        Collective over the world when the noise has to be found.
+        Collective over the world.
 
         Args:
             size: Samples in the training data. The number counts as public.
@@ -100,10 +100,17 @@ class Ledger:
             The sampling rate.
 
         Raises:
-            ConfigError: If it is smaller than a logical batch, or another one than before.
+            ConfigError: If it is smaller than a logical batch, or another one than before, or than
+                on another rank.
             CheckpointError: If a checkpoint was loaded that had other settings.
         """
         config = self.config
+        sizes = set(all_gather_objects(size, self._control))
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"the data has {sorted(sizes)} samples on different ranks, so that they would draw "
+                "different ones; give all ranks the whole data, in one order."
+            )
         if size < config.logical_batch_size:
             raise ConfigError(
                 f"logical_batch_size={config.logical_batch_size} is more than the {size} samples "

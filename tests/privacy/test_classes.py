@@ -148,7 +148,6 @@ class Matrix(nn.Module):
 @pytest.mark.parametrize(
     ("module", "match"),
     [
-        (nn.BatchNorm1d(6), "batch norm"),
         (nn.GroupNorm(2, 6), "cannot be tried on one input"),
         (MixesRows(), "are not those of its rows"),
         (Flattens(), "cannot be tried|are not those"),
@@ -219,3 +218,12 @@ def test_a_model_gives_gradients_per_sample_and_comes_back() -> None:
     for undo in reversed(restore):
         undo()
     assert [type(module) for module in model.modules()] == kinds
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d(6), nn.BatchNorm1d(6, affine=False), nn.SyncBatchNorm(6)], ids=str
+)
+def test_batch_norms_are_refused_also_without_parameters(norm: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), norm.requires_grad_(False))
+    with pytest.raises(PlanError, match=r"^1 \(\w*BatchNorm\w*\): a batch norm lets samples"):
+        check_samples(model)

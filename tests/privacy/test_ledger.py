@@ -281,3 +281,18 @@ def shared_root(ctx: Context) -> tuple[bytes, float]:
 def test_all_ranks_have_one_root() -> None:
     results = run_ranks(shared_root, 2)
     assert results[0] == results[1]
+
+
+def data_of_two_sizes(ctx: Context) -> str:
+    import torch.distributed as dist
+
+    ledger = Ledger(CONFIG, dist.group.WORLD)
+    with pytest.raises(ConfigError) as caught:
+        ledger.know_data(100 + ctx.rank)
+    return str(caught.value)
+
+
+def test_data_of_other_sizes_on_other_ranks_is_refused_on_all() -> None:
+    first, second = run_ranks(data_of_two_sizes, 2)
+    assert first == second
+    assert "the data has [100, 101] samples on different ranks" in first
