@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -124,8 +125,10 @@ def adversarial() -> Batch:
     return {"input_ids": ids, "labels": labels}
 
 
-def sums_without_each(ctx: Context, case: PrivateCase, batch: Batch) -> list[Pieces]:
-    """Return the clipped sums of all rows, and without each one of them."""
+def sums_without_each(
+    ctx: Context, case: PrivateCase, batch: Batch, number: int | None = None
+) -> list[Pieces]:
+    """Return the clipped sums of all rows, and without each one (of the first) of them."""
     runtime = None
     try:
         runtime, handle, optimizer = start(case)
@@ -135,11 +138,12 @@ def sums_without_each(ctx: Context, case: PrivateCase, batch: Batch) -> list[Pie
                 if param.dim() == 2 and "embed" in name:
                     param.mul_(3)
         found = []
-        for left_out in (None, *range(batch["input_ids"].shape[0])):
+        for left_out in (None, *range(number or batch["input_ids"].shape[0])):
             mask = torch.ones(batch["input_ids"].shape[0], dtype=torch.long)
             if left_out is not None:
                 mask[left_out] = 0
-            loss = handle.module(**batch, sample_mask=mask).loss
+            with torch.autocast("cpu", case.autocast) if case.autocast else nullcontext():
+                loss = handle.module(**batch, sample_mask=mask).loss
             with runtime.backward(loss):
                 loss.backward()
             found.append(pieces(handle, handle.reducer.full_gradients()))
@@ -167,6 +171,22 @@ def test_removing_a_row_moves_the_sum_by_at_most_the_norm(
     assert max(moved) <= limit * (1 + 1e-5)
     assert max(moved) > 0.9 * limit, "nothing was clipped, so nothing was shown"
     assert moved[6] == 0, "a row without labels has a gradient"
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["true", "mixed"])
+def test_sums_of_many_rows_are_not_rounded_to_sixteen_bits(autocast: torch.dtype | None) -> None:
+    """A sum as long as a hundred norms, rounded to bf16, would move by more than one row is."""
+    dtype = torch.float32 if autocast else torch.bfloat16
+    case = PrivateCase(dtype=dtype, autocast=autocast, microbatches=1).clipped_at(0.5)
+    ids = batches(1, batch_size=1, padded=False)[0]["input_ids"].repeat(160, 1)
+    (ranks,) = run_ranks(sums_without_each, 1, case, {"input_ids": ids, "labels": ids}, 1)
+    whole, without = (assemble([one], "sums") for one in ranks)
+    squares = [(whole[name] - without[name]).double().square().sum() for name in whole]
+    moved = float(torch.stack(squares).sum().sqrt())
+    assert moved <= 0.5 * (1 - 2**-8), "the room for devices is used up"
+    assert moved > 0.98 * 0.5
+    total = float(torch.stack([value.double().square().sum() for value in whole.values()]).sum())
+    assert total**0.5 > 150 * 0.5
 
 
 def test_a_mean_over_the_tokens_of_a_batch_moves_it_by_more() -> None:
