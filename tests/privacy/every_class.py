@@ -26,7 +26,7 @@ from tests.harness.models import IGNORED, Batch
 from tests.harness.worker import Context
 from tests.parity.grid import DEADLINE
 
-LARGEST = 2 * 10**7
+LARGEST = 5 * 10**6
 """Parameters of a model that is built: some configs name their sizes in ways of their own."""
 
 _SIZES: dict[str, Any] = {
