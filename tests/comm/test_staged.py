@@ -140,7 +140,8 @@ def _hazards(ctx, pace, shared_memory, plant):
                     assert pending is not DONE
                     pending.wait()
                     pending.wait()
-                    lane.compute(lambda new=new, found=place(x, out): new.copy_(found))
+                    found = place(x, out)
+                    lane.compute(lambda new=new, found=found: new.copy_(found))
                     checks += [(name, new, expected), (name, old, torch.full((1024,), -2.0))]
             lane.finish()
         wrong = {name for name, found, expected in checks if not torch.equal(found, expected)}

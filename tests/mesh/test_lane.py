@@ -129,14 +129,14 @@ class _Cuda:
         self.calls = []
         self.at = "current"
 
-    def Stream(self, device):
+    def Stream(self, device):  # noqa: N802  torch's name
         self.calls.append(("Stream", device))
         return f"side{len(self.calls)}"
 
     def current_stream(self, device):
         return f"current of {device}"
 
-    def Event(self, *, blocking):
+    def Event(self, *, blocking):  # noqa: N802  torch's name
         assert blocking
         cuda = self
 

@@ -67,7 +67,8 @@ NOTICED = r"differ|hold different values|number 0|tensors|freed before the copy 
 def _same_bits(one: Run, other: Run) -> None:
     assert one.losses == other.losses
     assert one.norms == other.norms
-    for mine, theirs in zip([*one.gradients, one.parameters], [*other.gradients, other.parameters]):
+    every = [*one.gradients, one.parameters], [*other.gradients, other.parameters]
+    for mine, theirs in zip(*every, strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
