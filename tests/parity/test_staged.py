@@ -7,8 +7,9 @@ whose transport the copies surround, and the numbers of one process.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -34,22 +35,22 @@ def _through_the_host(mesh: ParallelMesh, pace: Pace, plant: str = "nothing") ->
         LANES.clear()
 
 
-def late(mesh):
+def late(mesh: ParallelMesh) -> AbstractContextManager[None]:
     """Copies happen when somebody waits for them."""
     return _through_the_host(mesh, "late")
 
 
-def early(mesh):
+def early(mesh: ParallelMesh) -> AbstractContextManager[None]:
     """Copies happen at once."""
     return _through_the_host(mesh, "early")
 
 
-def host_early(mesh):
+def host_early(mesh: ParallelMesh) -> AbstractContextManager[None]:
     """The host reads what has not come down."""
     return _through_the_host(mesh, "late", "the host does not wait for the copy down")
 
 
-def computation_early(mesh):
+def computation_early(mesh: ParallelMesh) -> AbstractContextManager[None]:
     """The computation reads what has not come up."""
     return _through_the_host(mesh, "late", "the computation does not wait for the copy up")
 
@@ -64,6 +65,11 @@ CASES = [
 NOTICED = r"differ|hold different values|number 0|tensors|freed before the copy was over"
 
 
+@cache
+def _on_cpus(case: Case) -> Run:
+    return run_case(case)
+
+
 def _same_bits(one: Run, other: Run) -> None:
     assert one.losses == other.losses
     assert one.norms == other.norms
@@ -76,12 +82,11 @@ def _same_bits(one: Run, other: Run) -> None:
 @pytest.mark.parametrize("plant", [late, early])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_bits_of_ranks_without_a_card(case: Case, plant: Plant) -> None:
-    _same_bits(run_case(case, plant=plant), run_case(case))
+    _same_bits(run_case(case, plant=plant), _on_cpus(case))
 
 
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
-def test_the_numbers_of_one_process(case: Case) -> None:
-    assert_parity(case, plant=late)
+def test_the_numbers_of_one_process() -> None:
+    assert_parity(CASES[0], plant=late)
 
 
 @pytest.mark.parametrize("plant", [host_early, computation_early])
