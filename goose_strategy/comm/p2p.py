@@ -109,7 +109,9 @@ class StageLink:
             self._wire = StagedWire(self._wire, lane, device)
 
     def send(self, tensors: Sequence[Tensor], *, key: Hashable = None) -> PendingSend:
-        """Start to send ``tensors``; never blocks.
+        """Start to send ``tensors``; waits for no other rank.
+
+        Tensors on a card whose group is gloo's are waited for until they are computed.
 
         Args:
             tensors: Any shapes, zero-size ones too; non-contiguous ones are copied.
