@@ -292,13 +292,19 @@ def check_releases(loss: Tensor, rank: int) -> None:
     """Check that a loss comes from pipelined calls whose gradients may be released now.
 
     Raises:
-        BatchError: If it comes from none.
+        BatchError: If it comes from none, or nothing is trained.
         RuntimeError: If one was released before, or its forward ran with another `sync`.
     """
     if found := releases_of(loss):
         for release in found:
             release.check()
         return
+    if not loss.requires_grad:
+        raise BatchError(
+            "backward() was called on a loss without a graph: no parameter of the model has "
+            "requires_grad=True, or it was called under torch.no_grad().",
+            rank=rank,
+        )
     raise BatchError(
         "backward() was called on a tensor that does not come from a pipelined call. With "
         "pp > 1 the loss must be the model's own (pass labels=...), or be computed on the last "
