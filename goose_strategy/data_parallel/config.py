@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from goose_strategy.errors import ConfigError
 from goose_strategy.validate import at_least, flag, one_of, positive, whole
 
 Preset: TypeAlias = Literal["auto", "fp32", "default", "compact"]

@@ -186,7 +186,9 @@ class PipelineConfig:
                 )
             return
         if not partition or not isinstance(partition, list | tuple):
-            raise ConfigError(f"partition={partition!r} names no stages; list the number of layers of each stage.")
+            raise ConfigError(
+                f"partition={partition!r} names no stages; list the number of layers of each stage."
+            )
         for stage, layers in enumerate(partition):
             whole(**{f"partition[{stage}]": layers})
             if layers < 1:

@@ -79,7 +79,9 @@ def test_good_settings() -> None:
     )
 
 
-@pytest.mark.parametrize(("package", "settings"), [("opacus", {}), ("cryptography", {"secure": True})])
+@pytest.mark.parametrize(
+    ("package", "settings"), [("opacus", {}), ("cryptography", {"secure": True})]
+)
 def test_a_missing_package_is_named(package: str, settings: dict[str, Any]) -> None:
     with (
         patch("importlib.util.find_spec", lambda name: None if name == package else object()),
