@@ -94,13 +94,7 @@ class PipelineCall:
         train = grad and has_loss and model.surgery.trains
         want_logits = self._config.return_logits or not has_loss
         private = self._private if train else None
-        if private is not None:
-            microbatches = private.prepare(batches, self._config, listed=listed)
-        else:
-            if self._private is not None:
-                batches = [{k: v for k, v in batch.items() if k != MASK} for batch in batches]
-            whole = batches if listed else batches[0]
-            microbatches = split_batch(whole, self._config, stages=self._mesh.pp_size)
+        microbatches = self._microbatches(batches, private, listed=listed)
         group = self._mesh.dp if model.global_loss else None
         count = None
         counts = has_loss and not own_loss and private is None
@@ -134,6 +128,17 @@ class PipelineCall:
             # So that a loss tells before its backward whether that may come (`releases_of`).
             setattr(loss.grad_fn, _RELEASE, release)
         return loss, logits
+
+    def _microbatches(
+        self, batches: list[Batch], private: PrivateTraining | None, *, listed: bool
+    ) -> list[Batch]:
+        if private is not None:
+            return private.prepare(batches, self._config, listed=listed)
+        if self._private is not None:
+            # An evaluation: marks of a draw mean nothing to the model.
+            batches = [{k: v for k, v in batch.items() if k != MASK} for batch in batches]
+        whole = batches if listed else batches[0]
+        return split_batch(whole, self._config, stages=self._mesh.pp_size)
 
     def _run(
         self, microbatches: list[Batch], *, train: bool, want_logits: bool
