@@ -7,8 +7,14 @@ allowed, what to change.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Real
 
 from goose_strategy.errors import ConfigError
+
+
+def is_number(value: object) -> bool:
+    """Tell whether a value is a real number; a ``bool`` is none here."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def positive(**named: int | float) -> None:
@@ -18,7 +24,7 @@ def positive(**named: int | float) -> None:
         ConfigError: If one is not.
     """
     for name, value in named.items():
-        if isinstance(value, bool) or not value > 0:
+        if not is_number(value) or not value > 0:
             raise ConfigError(f"{name}={value!r} must be greater than 0; choose {name} >= 1.")
 
 
@@ -29,7 +35,7 @@ def at_least(minimum: float, **named: int | float) -> None:
         ConfigError: If one is smaller.
     """
     for name, value in named.items():
-        if isinstance(value, bool) or not value >= minimum:
+        if not is_number(value) or not value >= minimum:
             raise ConfigError(f"{name}={value!r} must be at least {minimum}.")
 
 
@@ -44,6 +50,17 @@ def whole(**named: object) -> None:
             raise ConfigError(
                 f"{name}={value!r} must be a whole number, not {type(value).__name__}."
             )
+
+
+def flag(**named: object) -> None:
+    """Check that every named value is a ``bool``: ``"no"`` would count as true.
+
+    Raises:
+        ConfigError: If one is not.
+    """
+    for name, value in named.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r} must be true or false.")
 
 
 def one_of(allowed: Iterable[object], **named: object) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from goose_strategy.errors import ConfigError
-from goose_strategy.validate import at_least, divisors, one_of, positive, whole
+from goose_strategy.validate import at_least, divisors, flag, is_number, one_of, positive, whole
 
 
 def test_right_values_pass() -> None:
@@ -15,15 +16,16 @@ def test_right_values_pass() -> None:
     at_least(2, a=2, b=3.5)
     whole(a=0, b=-3)
     one_of(["x", 1], a="x", b=1)
+    flag(a=True, b=False)
 
 
-@pytest.mark.parametrize("value", [0, -1, -0.5, float("nan"), True])
+@pytest.mark.parametrize("value", [0, -1, -0.5, float("nan"), True, "4", None])
 def test_positive_refuses(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"size=.* must be greater than 0; choose size >= 1\."):
         positive(size=value)
 
 
-@pytest.mark.parametrize("value", [1, 1.9, float("nan"), True])
+@pytest.mark.parametrize("value", [1, 1.9, float("nan"), True, "4", None])
 def test_at_least_refuses(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"size=.* must be at least 2\."):
         at_least(2, size=value)
@@ -35,6 +37,17 @@ def test_whole_refuses(value: Any, kind: str) -> None:
         whole(size=value)
     with pytest.raises(ConfigError, match="not bool"):
         whole(size=True)
+
+
+@pytest.mark.parametrize("value", [1, "no", None])
+def test_flag_refuses(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"on=.* must be true or false\."):
+        flag(on=value)
+
+
+def test_numbers_of_any_library_count() -> None:
+    assert all(is_number(value) for value in (1, 0.5, np.float32(2), np.int64(3)))
+    assert not any(is_number(value) for value in (True, "1", None, 1j))
 
 
 def test_one_of_lists_what_is_known() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from goose_strategy.errors import ConfigError
-from goose_strategy.validate import at_least, one_of, positive, whole
+from goose_strategy.validate import at_least, flag, one_of, positive, whole
 
 Preset: TypeAlias = Literal["auto", "fp32", "default", "compact"]
 MainName: TypeAlias = Literal["fp32", "bf16+16", "bf16+8", "bf16"]
@@ -83,10 +82,11 @@ class ZeroConfig:
         one_of(moments, exp_avg_sq=self.exp_avg_sq)
         one_of(["fp32", "bf16"], grads=self.grads)
         one_of(["fp32", "bf16"], wire=self.wire)
-        for name in ("overlap_reduce", "overlap_param_gather", "skip_nonfinite"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ConfigError(f"{name}={value!r} must be true or false.")
+        flag(
+            overlap_reduce=self.overlap_reduce,
+            overlap_param_gather=self.overlap_param_gather,
+            skip_nonfinite=self.skip_nonfinite,
+        )
 
     @property
     def named(self) -> dict[str, str]:

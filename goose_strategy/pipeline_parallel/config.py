@@ -11,7 +11,7 @@ from torch import Tensor
 from goose_strategy.errors import ConfigError
 from goose_strategy.pipeline_parallel.partition import PARTITIONS
 from goose_strategy.pipeline_parallel.program import chunks_of, is_file, read_schedule
-from goose_strategy.validate import at_least, one_of, positive, whole
+from goose_strategy.validate import at_least, flag, one_of, positive, whole
 
 if TYPE_CHECKING:
     from goose_strategy.pipeline_parallel.tables.chunks import Chunks
@@ -110,6 +110,7 @@ class PipelineConfig:
                 f"loss_fn={self.loss_fn!r} cannot be called; pass a function "
                 "(outputs, microbatch) -> (sum, count) or None."
             )
+        flag(trim_padding=self.trim_padding, return_logits=self.return_logits)
         positive(first_step_timeout_s=self.first_step_timeout_s, step_timeout_s=self.step_timeout_s)
 
     def microbatches(self, ranks: int) -> int:
@@ -167,10 +168,10 @@ class PipelineConfig:
         if isinstance(self.recompute, str):
             one_of(["none", "full", "layer"], recompute=self.recompute)
             return
-        named = [name for name in self.recompute if isinstance(name, str) and name]
-        if not named or len(named) != len(self.recompute):
+        names = self.recompute if isinstance(self.recompute, list | tuple) else ()
+        if not names or not all(isinstance(name, str) and name for name in names):
             raise ConfigError(
-                f"recompute={list(self.recompute)!r} must list names of modules, such as "
+                f"recompute={self.recompute!r} must list names of modules, such as "
                 "['model.layers.*.mlp'], or be one of 'none', 'full', 'layer'."
             )
 
@@ -184,8 +185,10 @@ class PipelineConfig:
                     "layers of each stage."
                 )
             return
-        if not partition:
-            raise ConfigError("partition=[] is empty; list the number of layers of each stage.")
+        if not partition or not isinstance(partition, list | tuple):
+            raise ConfigError(
+                f"partition={partition!r} names no stages; list the number of layers of each stage."
+            )
         for stage, layers in enumerate(partition):
             whole(**{f"partition[{stage}]": layers})
             if layers < 1:

@@ -24,7 +24,7 @@ from goose_strategy.pipeline_parallel.tables.catalogue import (
 )
 from goose_strategy.pipeline_parallel.tables.chunks import Chunks, Schedule
 from goose_strategy.pipeline_parallel.tables.csv_text import read_csv
-from goose_strategy.validate import one_of, whole
+from goose_strategy.validate import whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -102,7 +102,12 @@ def chunks_of(schedule: str, ranks: int, stages_per_rank: int | None = None) -> 
                     f"{name}={given}."
                 )
         return chunks
-    one_of(CATALOGUE, schedule=schedule)
+    if schedule not in CATALOGUE:
+        named = ", ".join(repr(name) for name in CATALOGUE)
+        raise ConfigError(
+            f"schedule={schedule!r} is not known; choose one of {named}, 'auto', or the path of a "
+            ".csv file."
+        )
     entry = CATALOGUE[schedule]
     per_rank = entry.least if stages_per_rank is None else stages_per_rank
     if per_rank < entry.least or (entry.most is not None and per_rank > entry.most):

@@ -315,8 +315,7 @@ class Work:
         if loss_fn is None:
             loss = _read(output, "loss")
         elif self.want_loss:
-            loss, counted = loss_fn(output, dict(microbatch))
-            count = torch.as_tensor(counted).detach()
+            loss, count = _sum_and_count(loss_fn(output, dict(microbatch)))
         if loss is None and self._train:
             raise BatchError("the model returned no loss; pass labels, or a loss_fn.")
         return loss, count
@@ -361,3 +360,17 @@ def _read(output: Any, name: str) -> Any:
             "dict with loss and logits, or pass loss_fn in PipelineConfig."
         )
     return getattr(output, name)
+
+
+def _sum_and_count(returned: Any) -> tuple[Tensor, Tensor]:
+    """Take what a ``loss_fn`` returned apart."""
+    pair = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (None, None)
+    loss, counted = pair
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or counted is None:
+        shape = f" of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else ""
+        raise BatchError(
+            f"loss_fn returned {type(returned).__name__}{shape}; it must return (sum of the losses,"
+            " number of summed items), the first a tensor with one element: the mean is taken over"
+            " all microbatches and replicas."
+        )
+    return loss, torch.as_tensor(counted).detach()

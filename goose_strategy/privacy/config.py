@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from goose_strategy.errors import ConfigError
-from goose_strategy.validate import at_least, one_of, whole
+from goose_strategy.validate import at_least, flag, is_number, one_of, whole
 
 Clipping = Literal["flat", "per_stage", "automatic"]
 Sampling = Literal["poisson", "truncated_poisson", "none"]
@@ -85,7 +85,7 @@ class PrivacyConfig:
             ConfigError: Naming the setting, its value and what is allowed.
         """
         # ``not x > 0`` also refuses NaN.
-        if not self.max_grad_norm > 0:
+        if not is_number(self.max_grad_norm) or not self.max_grad_norm > 0:
             raise ConfigError(
                 f"max_grad_norm={self.max_grad_norm!r} must be greater than 0; choose about the "
                 "norm of one sample's gradient, for example 1.0."
@@ -98,6 +98,9 @@ class PrivacyConfig:
         one_of(("exact", "bound"), tied=self.tied)
         one_of(("poisson", "truncated_poisson", "none"), sampling=self.sampling)
         one_of(("prv", "rdp", "gdp"), accountant=self.accountant)
+        flag(secure=self.secure, allow_privacy_change=self.allow_privacy_change)
+        if self.noise_seed is not None:
+            whole(noise_seed=self.noise_seed)
         self._check_noise()
         self._check_sampling()
         for package, wanted in (
@@ -131,7 +134,7 @@ class PrivacyConfig:
             raise ConfigError(
                 f"noise_multiplier={sigma!r}, target_epsilon={epsilon!r}: give exactly one of them."
             )
-        if sigma is not None and not (sigma >= 0 and math.isfinite(sigma)):
+        if sigma is not None and not (is_number(sigma) and sigma >= 0 and math.isfinite(sigma)):
             raise ConfigError(f"noise_multiplier={sigma!r} must be a number of at least 0.")
         if math.isinf(self.max_grad_norm) and sigma != 0:
             raise ConfigError(
@@ -139,7 +142,7 @@ class PrivacyConfig:
                 "noise_multiplier=0 for training without privacy."
             )
         delta = self.target_delta
-        if delta is not None and not 0 < delta < 1:
+        if delta is not None and not (is_number(delta) and 0 < delta < 1):
             raise ConfigError(
                 f"target_delta={delta!r} must lie between 0 and 1; choose less than one over the "
                 "number of samples, for example 1e-6."
@@ -149,7 +152,7 @@ class PrivacyConfig:
             at_least(1, steps=self.steps)
         if epsilon is None:
             return
-        if not epsilon > 0 or delta is None or self.steps is None:
+        if not is_number(epsilon) or not epsilon > 0 or delta is None or self.steps is None:
             raise ConfigError(
                 f"target_epsilon={epsilon!r} needs to be greater than 0, and target_delta and "
                 f"steps beside it; target_delta={delta!r}, steps={self.steps!r}."

@@ -44,6 +44,7 @@ from goose_strategy.runtime.replicate import (
     share_random_state,
 )
 from goose_strategy.runtime.stepping import WatchedShards, native_on_any_rank
+from goose_strategy.runtime.stray import refuse_strays
 from goose_strategy.runtime.surgery import Surgery, operate
 from goose_strategy.runtime.verdict import agreed, equal_everywhere
 
@@ -205,6 +206,7 @@ class ShardedModel:
 
     def _install(self, *, hook_forward: bool) -> None:
         self._pipeline, self._private = connect_calls(self, self._watchdog, self._undo)
+        refuse_strays(self, self._undo)
         if hook_forward:
             handle = self.module.register_forward_pre_hook(self._before_call)
             self._undo.callback(handle.remove)

@@ -134,6 +134,7 @@ class PipelineCall:
         if private is not None:
             return private.prepare(batches, self._config, listed=listed)
         if self._private is not None:
+            # An evaluation: marks of a draw mean nothing to the model.
             batches = [{k: v for k, v in batch.items() if k != MASK} for batch in batches]
         whole = batches if listed else batches[0]
         return split_batch(whole, self._config, stages=self._mesh.pp_size)
@@ -296,13 +297,19 @@ def check_releases(loss: Tensor, rank: int) -> None:
     """Check that a loss comes from pipelined calls whose gradients may be released now.
 
     Raises:
-        BatchError: If it comes from none.
+        BatchError: If it comes from none, or nothing is trained.
         RuntimeError: If one was released before, or its forward ran with another `sync`.
     """
     if found := releases_of(loss):
         for release in found:
             release.check()
         return
+    if not loss.requires_grad:
+        raise BatchError(
+            "backward() was called on a loss without a graph: no parameter of the model has "
+            "requires_grad=True, or it was called under torch.no_grad().",
+            rank=rank,
+        )
     raise BatchError(
         "backward() was called on a tensor that does not come from a pipelined call. With "
         "pp > 1 the loss must be the model's own (pass labels=...), or be computed on the last "

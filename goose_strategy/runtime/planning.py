@@ -117,9 +117,13 @@ def plan_pipeline(subject: Subject, config: RuntimeConfig, mesh: ParallelMesh) -
         ask = partial(_answer, subject, config, mesh, limit)
         mine = agreed(mesh, ask if mesh.rank == 0 else lambda: answer)
         answer = broadcast_object(mine, source=0, group=mesh.control)
-    chosen = replace(pipeline, schedule=answer.schedule, stages_per_rank=answer.per_rank)
-    if pipeline.schedule == "auto":
-        chosen = replace(chosen, memory_limit_bytes=None)
+    # At once: a limit beside any schedule but "auto" is refused.
+    chosen = replace(
+        pipeline,
+        schedule=answer.schedule,
+        stages_per_rank=answer.per_rank,
+        memory_limit_bytes=None,
+    )
     chunks = chosen.chunks(mesh.pp_size)
     work = count_work(subject.model, subject.info)
     bounds = answer.bounds or partition_layers(pipeline.partition, work, chunks)

@@ -42,8 +42,10 @@ class RuntimeConfig:
         Raises:
             ConfigError: If a size is no positive whole number, the schedule is for another ``pp``,
                 a listed partition does not name one count per stage, ``recompute="full"`` has no
-                stages, or private training would have rounded sums.
+                stages, a room's settings are no settings of that room, or private training would
+                have rounded sums.
         """
+        self._check_rooms()
         self._check_privacy()
         whole(tp=self.tp, pp=self.pp)
         at_least(1, tp=self.tp, pp=self.pp)
@@ -63,6 +65,16 @@ class RuntimeConfig:
                 f"partition={list(partition)} lists {len(partition)} stages but "
                 f"{chunks.describe()}; list one number of layers per stage."
             )
+
+    def _check_rooms(self) -> None:
+        kinds = (("pipeline", PipelineConfig), ("tensor", TensorConfig), ("zero", ZeroConfig))
+        for name, kind in kinds:
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise ConfigError(
+                    f"{name}={value!r} must be a {kind.__name__}; write {name}={kind.__name__}(...)"
+                    " with its settings, or leave it out."
+                )
 
     def _check_privacy(self) -> None:
         if self.privacy is None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from goose_strategy.errors import ConfigError
 from goose_strategy.tensor_parallel.plan import Style
-from goose_strategy.validate import one_of
+from goose_strategy.validate import flag, one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class TensorConfig:
             ``"gathered"``, ``"split"``, ``"partial"`` or ``"replicated"`` (see `Style`).
 
     Raises:
-        ConfigError: If a rule names an unknown style.
+        ConfigError: If a switch is no ``bool``, or a rule names an unknown style.
     """
 
     gather_logits: bool = False
@@ -37,5 +38,16 @@ class TensorConfig:
     rules: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Check the values."""
+        flag(
+            gather_logits=self.gather_logits,
+            allow_replicated_attention=self.allow_replicated_attention,
+            verify_plan=self.verify_plan,
+        )
+        if not isinstance(self.rules, dict):
+            raise ConfigError(
+                f"rules={self.rules!r} must map names of modules to styles, such as "
+                "{'model.layers.*.mlp.up_proj': 'column'}."
+            )
         for pattern, style in self.rules.items():
             one_of([known.value for known in Style], **{f"rules[{pattern!r}]": style})

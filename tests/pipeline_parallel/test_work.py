@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from goose_strategy.errors import ScheduleError
+from goose_strategy.errors import BatchError, ScheduleError
 from goose_strategy.pipeline_parallel.config import PipelineConfig
 from tests.harness.compare import assert_close_named
 from tests.pipeline_parallel.cases import (
@@ -115,6 +115,22 @@ def test_a_loss_function_of_the_users() -> None:
     gradients = {name: param.grad for name, param in model.named_parameters()}
     assert_close_named(pipeline.gradients(), gradients, 1e-13)
     assert pipeline.run(parts, train=False, want_loss=False)[-1].loss is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (lambda out, _: out.logits.sum(), r"returned Tensor of shape \(\); it must return \(sum"),
+        (lambda out, _: out.logits, r"returned Tensor of shape \(2, .*; it must return \(sum"),
+        (lambda out, _: (out.logits.sum(-1), 4), "returned tuple; .* a tensor with one element"),
+        (lambda out, _: (out.logits.sum().item(), 4), "returned tuple; it must"),
+        (lambda _out, _: None, "returned NoneType; it must"),
+    ],
+)
+def test_a_loss_function_returns_a_sum_and_a_count(wrong: Any, text: str) -> None:
+    pipeline = make_pipeline(model_of("llama"), 2, config=PipelineConfig(loss_fn=wrong))
+    with pytest.raises((BatchError, ScheduleError), match=text):
+        pipeline.run(split(batch_of(4), 2), train=True)
 
 
 def test_autocast_is_that_of_one_process() -> None:

@@ -47,6 +47,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "cannot be met",
     ),
     ({"secure": True, "noise_seed": 1}, "noise_seed=1"),
+    ({"secure": "no"}, "secure='no' must be true or false"),
+    ({"allow_privacy_change": 1}, "allow_privacy_change=1 must be true or false"),
+    ({"noise_seed": "a"}, "noise_seed='a' must be a whole number"),
+    ({"max_grad_norm": "1"}, "max_grad_norm='1' must be greater than 0"),
+    ({"noise_multiplier": "1"}, "noise_multiplier='1' must be a number"),
+    ({"noise_multiplier": True}, "noise_multiplier=True must be a number"),
+    ({"target_delta": "1e-5"}, "target_delta='1e-5' must lie between"),
 ]
 
 
@@ -72,7 +79,9 @@ def test_good_settings() -> None:
     )
 
 
-@pytest.mark.parametrize(("package", "settings"), [("opacus", {}), ("cryptography", {"secure": 1})])
+@pytest.mark.parametrize(
+    ("package", "settings"), [("opacus", {}), ("cryptography", {"secure": True})]
+)
 def test_a_missing_package_is_named(package: str, settings: dict[str, Any]) -> None:
     with (
         patch("importlib.util.find_spec", lambda name: None if name == package else object()),

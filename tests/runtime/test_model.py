@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD
 
-from goose_strategy.errors import ConfigError
+from goose_strategy.errors import BatchError, ConfigError
 from goose_strategy.runtime import model as runtime_model
 from goose_strategy.runtime.model import ShardedModel
 from tests.harness.models import batches, rows_of, tiny_model
@@ -189,17 +189,20 @@ def test_what_was_not_sharded_says_so() -> None:
         assert texts == ["The module is not sharded yet.", "This module is not cut into stages."]
 
 
-def _frozen(ctx: Context) -> tuple[bool, float, float]:
+def _frozen(ctx: Context) -> tuple[bool, float, float, str]:
     """A frozen model runs through the pipeline, and there is nothing to train."""
     with started(1, 2) as runtime:
         model = tiny_model("llama").requires_grad_(False)
         handle = runtime.shard_module(model)
         loss = model(**batches(1)[0]).loss
         again = model(**batches(1)[0]).loss
-        return loss.requires_grad or handle.reducer is not None, loss.item(), again.item()
+        refused = message(lambda: runtime.backward(loss).__enter__(), BatchError)
+        trains = loss.requires_grad or handle.reducer is not None
+        return trains, loss.item(), again.item(), refused
 
 
 def test_a_frozen_model_has_a_loss_without_a_graph() -> None:
-    for trains, loss, again in run_ranks(_frozen, 2):
+    for trains, loss, again, refused in run_ranks(_frozen, 2):
         assert not trains
+        assert "no parameter of the model has requires_grad=True" in refused
         assert loss == again > 0

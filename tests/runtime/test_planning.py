@@ -30,6 +30,7 @@ from tests.hub.checkpoints import save
 from tests.runtime.start import mesh_of, message
 
 MS = 1_000_000
+LIMIT = 8_900_000
 
 
 def subject(**settings: Any) -> Subject:
@@ -79,6 +80,11 @@ def _plans(ctx: Context) -> dict[str, Any]:
                 "memory": {"partition": "memory", "num_microbatches": 4},
                 "v": {"partition": "time", "schedule": "ZBVZeroBubble"},
                 "auto": {"schedule": "auto", "num_microbatches": 8},
+                "limited": {
+                    "schedule": "auto",
+                    "num_microbatches": 8,
+                    "memory_limit_bytes": LIMIT,
+                },
                 "compiled": {"schedule": "auto", "num_microbatches": 8, "compile_layers": True},
             }.items():
                 lines.lines.clear()
@@ -113,6 +119,7 @@ def test_only_rank_0_measures_and_only_where_that_matters(plans: list[dict[str, 
         "memory": [False],
         "v": [True],
         "auto": [True],
+        "limited": [True],
         "compiled": [True],
     }
     assert not any(measured for _, _, measured in plans[1].values())
@@ -133,6 +140,13 @@ def test_layers_go_where_they_are_asked_to(plans: list[dict[str, Any]]) -> None:
     v = plans[0]["v"][0]
     assert v.chunks.stages == 4
     assert max(v.report.imbalance, 1.15) == 1.15
+
+
+def test_a_limit_excludes_what_needs_more(plans: list[dict[str, Any]]) -> None:
+    free, limited = plans[0]["auto"][0], plans[0]["limited"][0]
+    assert (free.config.schedule, limited.config.schedule) == ("ZBVZeroBubble", "1F1B")
+    # A limit beside any schedule but "auto" is refused, so it must not stay.
+    assert limited.config.memory_limit_bytes is None
 
 
 def test_the_choice_takes_the_place_of_auto(plans: list[dict[str, Any]]) -> None:

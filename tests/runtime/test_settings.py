@@ -31,6 +31,9 @@ def test_the_default_is_one_rank_per_model() -> None:
             {"pp": 2, "pipeline": PipelineConfig(schedule="ZBH1", compile_layers=True)},
             "compile_layers=True does not work with schedule='ZBH1'.*use '1F1B'",
         ),
+        ({"pipeline": "ZBH1"}, r"pipeline='ZBH1' must be a PipelineConfig; write pipeline=Pipe"),
+        ({"zero": {"preset": "compact"}}, r"zero=\{'preset': 'compact'\} must be a ZeroConfig"),
+        ({"tensor": None}, "tensor=None must be a TensorConfig"),
         (
             {"tp": 2, "pipeline": PipelineConfig(recompute="full")},
             "recompute='full'.* pp=1 has no stages; use recompute='layer'",
