@@ -262,11 +262,8 @@ class ShardedModel:
         """Check optimizers on all ranks; return optimizer and group by parameter name."""
 
         def check() -> dict[str, tuple[int, int]]:
-            if self._private is not None and len(optimizers) > 1:
-                raise ConfigError(
-                    f"{len(optimizers)} optimizers cannot share one private step: the noise is "
-                    "counted once. Use parameter groups of one optimizer."
-                )
+            if self._private is not None:
+                self._private.check_single(optimizers)
             for optimizer in optimizers:
                 check_supported(optimizer)
             owned = owners(self.module, optimizers)

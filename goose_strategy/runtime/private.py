@@ -29,6 +29,8 @@ from goose_strategy.privacy.ties import TiedLink
 from goose_strategy.tensor_parallel.loss import IGNORED
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from goose_strategy.data_parallel.bucket import Bucket
     from goose_strategy.pipeline_parallel.config import PipelineConfig
     from goose_strategy.pipeline_parallel.stage import ModelPart
@@ -121,6 +123,18 @@ class PrivateTraining:
                 "layers that private training knows (a fused kernel, a loss of other outputs, a "
                 "backward outside of model(**batch)). Nothing was released; remove it, or freeze "
                 f"{name}."
+            )
+
+    def check_single(self, optimizers: Sequence[Optimizer]) -> None:
+        """Check that there is one optimizer at the most.
+
+        Raises:
+            ConfigError: If there are more.
+        """
+        if len(optimizers) > 1:
+            raise ConfigError(
+                f"{len(optimizers)} optimizers cannot share one private step: the noise is "
+                "counted once. Use parameter groups of one optimizer."
             )
 
     def check_stepped(self, owned: Mapping[str, object]) -> None:
