@@ -28,8 +28,7 @@ from goose_strategy.errors import PlanError
 from goose_strategy.grads.store import WeightGradStore
 from goose_strategy.hub.twin import runnable_twin
 from goose_strategy.mesh.shard import ShardSpec
-from goose_strategy.models.registry import plan_for
-from goose_strategy.models.verify import verify_plan
+from goose_strategy.models.choose import choose_plan
 from goose_strategy.pipeline_parallel.compiled import check_compiled, compile_layers
 from goose_strategy.pipeline_parallel.probe import probe_model
 from goose_strategy.pipeline_parallel.program import splits_backward
@@ -43,7 +42,6 @@ from goose_strategy.runtime.private import check_private
 from goose_strategy.tensor_parallel.defer import defer_weight_gradients
 from goose_strategy.tensor_parallel.head import HeadSwitch, causal_lm_loss
 from goose_strategy.tensor_parallel.parallelize import (
-    check_cut,
     head_switch,
     parallelize,
     undo,
@@ -189,13 +187,9 @@ def _plan_layers(
 
     The pipeline frees other stages' weights, so a later refusal would come too late.
     """
-    plans = [plan_for(lm, config.tensor) if mesh.tp is not None else None for _, lm in models]
-    for index, ((_, lm), plan) in enumerate(zip(models, plans, strict=True)):
-        if plan is not None:
-            check_cut(lm, plan, mesh.tp_size)
-            if config.tensor.verify_plan and not plan.proved:
-                plans[index] = verify_plan(lm, plan, mesh)
-    return plans
+    return [
+        choose_plan(lm, mesh, config.tensor) if mesh.tp is not None else None for _, lm in models
+    ]
 
 
 def _change_layers(
