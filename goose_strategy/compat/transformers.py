@@ -94,6 +94,18 @@ def _calls_loss_function(forward: Callable[..., Any]) -> bool:
     return code is not None and "loss_function" in code.co_names
 
 
+def computes_own_loss(model: nn.Module) -> bool:
+    """Return whether ``model`` has a head over a vocabulary and computes its loss on the spot.
+
+    Such are Bart's decoder, for one, and models for masked tokens: no loss function can be put in
+    the place of theirs.
+    """
+    if not is_pretrained(model) or output_embedding(model) is None:
+        return False
+    forward = _forward_of(model)
+    return "labels" in _forward_parameters(forward) and not _calls_loss_function(forward)
+
+
 def install_loss(model: nn.Module, loss: LossFunction) -> Callable[[], None]:
     """Make ``model(labels=...)`` compute its loss with ``loss``.
 
@@ -330,8 +342,8 @@ def _shorten(config: Any, former: int, layers: int) -> bool:
     """Leave ``layers`` of the layers that a config lists; tell whether all kinds are left."""
     try:
         config.num_hidden_layers = layers
-    except _refusals():
-        # Some configs check their numbers against each other whenever one is set.
+    except _refusals(NotImplementedError):
+        # Some configs have several stacks, or check their numbers against each other whenever one is set.
         return False
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == former:

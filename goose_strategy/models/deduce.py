@@ -194,7 +194,7 @@ def _parts(trial: Trial, tp: int) -> list[Part]:
         ) from error
     parts = [Part(block.name, ways_of(block, clone, tp)) for block in blocks]
     parts += [Part(name, [Way({name: Style.EXPERTS}), Way()]) for name in _experts(clone, tp)]
-    parts += _others(clone, blocks, tp)
+    parts += _others(trial, blocks, tp)
     return [*parts, Part("the vocabulary", list(_vocabulary(clone)))]
 
 
@@ -209,8 +209,9 @@ def _experts(model: nn.Module, tp: int) -> list[str]:
     return list(found)
 
 
-def _others(model: nn.Module, blocks: Sequence[Block], tp: int) -> Iterator[Part]:
-    """Yield the large linear layers that are in no block, by their parents."""
+def _others(trial: Trial, blocks: Sequence[Block], tp: int) -> Iterator[Part]:
+    """Yield the large linear layers that are in no block and that the trial uses, by parents."""
+    model = trial.clone
     known = {name for block in blocks for name in block.layers}
     known |= {place[0] for place in (output_embedding(model),) if place is not None}
     total = sum(param.numel() for param in model.parameters())
@@ -219,6 +220,8 @@ def _others(model: nn.Module, blocks: Sequence[Block], tp: int) -> Iterator[Part
     for name, module in model.named_modules():
         pattern = generic_name(name)
         if not isinstance(module, nn.Linear) or pattern in known or "*" not in pattern:
+            continue
+        if not trial.learns_in(f"{name}.weight"):
             continue
         sizes[pattern] = sizes.get(pattern, 0) + module.weight.numel()
         if features(module)[1] % tp:

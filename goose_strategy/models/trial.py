@@ -139,6 +139,10 @@ class Trial:
         """Run the uncut clone once more, for whoever watches it; return its logits."""
         return _logits(self.clone(input_ids=self.ids, **call_settings(self.clone)))
 
+    def learns_in(self, name: str) -> bool:
+        """Return whether a parameter of the clone has a gradient, so that it can be compared."""
+        return name in self._grads and bool(self._grads[name].any())
+
     def _run(self, model: nn.Module) -> tuple[Tensor, Tensor]:
         """Run a clone as training does, and return its logits and its loss.
 

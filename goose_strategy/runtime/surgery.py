@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from goose_strategy.compat.transformers import (
+    computes_own_loss,
     install_loss,
     is_causal_lm,
     output_embedding,
@@ -147,7 +148,7 @@ def operate(
     Raises:
         PlanError: If the module cannot be cut as asked.
     """
-    models = _choose(module, mesh)
+    models = _choose(module, mesh, private=config.privacy is not None)
     if config.privacy is not None:
         check_private(module, models, config)
     again = _choose_recomputed(models or [("", module)], config)
@@ -166,6 +167,8 @@ def operate(
             cut = parallelize(lm, plan, mesh)
             surgery.reversals.append(partial(undo, lm))
             inside |= {_join(prefix, name): spec for name, spec in cut.items()}
+        if computes_own_loss(lm):
+            continue
         gather = config.tensor.gather_logits or config.pipeline.return_logits
         head = output_embedding(lm)
         loss = causal_lm_loss(
@@ -232,19 +235,24 @@ def _looks_up_positions(lm: nn.Module) -> bool:
     return len(tables) > 1 and "position_ids" in inspect.signature(lm.forward).parameters
 
 
-def _choose(module: nn.Module, mesh: ParallelMesh) -> list[tuple[str, nn.Module]]:
+def _choose(module: nn.Module, mesh: ParallelMesh, *, private: bool) -> list[tuple[str, nn.Module]]:
     """Return the causal LMs that are cut: the trainable ones, or all where none is trainable.
+
+    Where there is none, tensor parallelism takes models that compute their loss themselves, too.
 
     Raises:
         PlanError: If tp or pp is asked for and there is no such model, or pp and there are two.
     """
-    found = [(name, lm) for name, lm in pretrained_models(module) if is_causal_lm(lm)]
+    inside = pretrained_models(module)
+    found = [(name, lm) for name, lm in inside if is_causal_lm(lm)]
+    if not (found or private) and mesh.tp is not None and mesh.pp_size == 1:
+        found = [(name, lm) for name, lm in inside if computes_own_loss(lm)]
     trainable = [(n, lm) for n, lm in found if any(p.requires_grad for p in lm.parameters())]
     chosen = trainable or found
     if mesh.tp is None and mesh.pp_size == 1:
         return chosen
     if not chosen:
-        held = sorted({type(lm).__name__ for _, lm in pretrained_models(module)})
+        held = sorted({type(lm).__name__ for _, lm in inside})
         raise PlanError(
             f"tp={mesh.tp_size}, pp={mesh.pp_size} need a transformers causal LM inside "
             f"{type(module).__name__}, but it holds {held or 'no transformers model'}; use "
