@@ -245,6 +245,16 @@ def output_embedding(model: nn.Module) -> tuple[str, nn.Module] | None:
     return _accessed(model, "get_output_embeddings")
 
 
+def head_bias_holders(model: nn.Module) -> list[str]:
+    """Return further names of the bias of the head, which models for masked tokens hold twice."""
+    head = output_embedding(model)
+    bias: Any = None if head is None else getattr(head[1], "bias", None)
+    if head is None or not isinstance(bias, nn.Parameter):
+        return []
+    named = model.named_parameters(remove_duplicate=False)
+    return [name for name, param in named if param is bias and name != f"{head[0]}.bias"]
+
+
 def _accessed(model: nn.Module, accessor: str) -> tuple[str, nn.Module] | None:
     get = getattr(model, accessor, None)
     if get is None:

@@ -12,12 +12,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
 from goose_strategy.comm.collectives import broadcast_object
-from goose_strategy.compat.transformers import input_embedding, model_type, output_embedding
+from goose_strategy.compat.transformers import (
+    head_bias_holders,
+    input_embedding,
+    model_type,
+    output_embedding,
+)
 from goose_strategy.errors import PlanError
 from goose_strategy.models.candidates import Way, ways_of
 from goose_strategy.models.roles import features, find_blocks
@@ -243,20 +248,12 @@ def _vocabulary(model: nn.Module) -> Iterator[Way]:
         first[generic_name(embedding[0])] = Style.VOCAB
     if head is not None and isinstance(head[1], nn.Linear):
         second[generic_name(head[0])] = Style.HEAD
-        second |= dict.fromkeys(_held_twice(model, *head), Style.COLUMN)
+        second |= dict.fromkeys(head_bias_holders(model), Style.COLUMN)
     options = [first | second, second, first]
     for at, rules in enumerate(options):
         if rules and rules not in options[:at]:
             yield Way(rules)
     yield Way()
-
-
-def _held_twice(model: nn.Module, name: str, head: nn.Module) -> list[str]:
-    """Return where else the head's bias is held, as by models for masked tokens."""
-    bias: Any = getattr(head, "bias", None)
-    named = model.named_parameters(remove_duplicate=False)
-    own = f"{name}.bias"
-    return [other for other, param in named if param is bias and other != own]
 
 
 def _described(

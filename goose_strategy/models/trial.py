@@ -109,7 +109,16 @@ class Trial:
             name: torch.zeros_like(param) if param.grad is None else param.grad
             for name, param in self.clone.named_parameters()
         }
-        self._floor = _NOTHING * max(float(grad.norm()) for grad in self._grads.values())
+        most = max(float(grad.norm()) for grad in self._grads.values())
+        if not 0 < most < math.inf:
+            # Any plan would agree with that.
+            raise PlanError(
+                f"{type(model).__name__} has gradients of norm {most} on {_COLUMNS} random tokens, "
+                "so that no plan can be tried out on it. Give rules in TensorConfig(rules={...}) "
+                "with verify_plan=False, or use tp=1.",
+                axis="tp",
+            )
+        self._floor = _NOTHING * most
 
     def judge(self, plan: TensorPlan) -> Verdict:
         """Cut a copy of the clone as planned and compare. Collective over the world.

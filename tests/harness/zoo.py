@@ -6,17 +6,27 @@ their own way are named in ``SPECIAL``. Every parameter is random and dropout is
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import inspect
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.harness.models import randomise
+from goose_strategy.compat.transformers import install_loss, is_causal_lm
+from goose_strategy.errors import PlanError
+from goose_strategy.pipeline_parallel.config import PipelineConfig
+from goose_strategy.pipeline_parallel.probe import call_settings
+from goose_strategy.runtime.core import ParallelRuntime
+from goose_strategy.runtime.settings import RuntimeConfig
+from goose_strategy.tensor_parallel.head import causal_lm_loss
+from tests.harness.models import batches, randomise
 
 _LARGEST = 20_000_000
 _HIDDEN, _WIDE, _LAYERS, _HEADS = 64, 128, 4, 4
@@ -44,10 +54,7 @@ _BY_NAMES: Mapping[str, int] = {
 SIZES = {name: value for names, value in _BY_NAMES.items() for name in names.split()}
 _FULL, _CONV = "full_attention", "conv"
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
-    # One key head for each query head.
-    **dict.fromkeys(
-        ("axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa"), {"num_key_value_heads": _HEADS}
-    ),
+    "dots3_note": {"num_key_value_heads": _HEADS},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"layer_types": [_CONV, _FULL, _CONV, _FULL], "num_dense_layers": 1},
     "longcat_flash": {"head_dim": 8},
@@ -63,14 +70,12 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
 IS_DECODER = {"is_decoder": True}
 
 
-def causal_classes() -> dict[str, tuple[str, type[nn.Module]]]:
-    """Every class of the mapping by its name, with its ``model_type``; the first one counts."""
-    found: dict[str, tuple[str, type[nn.Module]]] = {}
-    for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        for name in names if isinstance(names, (tuple, list)) else (names,):
-            if name not in found:
-                found[name] = model_type, getattr(transformers, name)
-    return found
+def causal_classes() -> list[str]:
+    """Names of all classes of the mapping; none is imported for it."""
+    found: dict[str, None] = {}
+    for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        found.update(dict.fromkeys(names if isinstance(names, (tuple, list)) else (names,)))
+    return list(found)
 
 
 def zoo_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -78,7 +83,7 @@ def zoo_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
     Raises whatever its class raises where these sizes do not fit it.
     """
-    model_class: Any = causal_classes()[name][1]
+    model_class: Any = getattr(transformers, name)
     config = tiny_config(model_class.config_class)
     with torch.device("meta"):
         size = sum(param.numel() for param in model_class(config).parameters())
@@ -86,7 +91,8 @@ def zoo_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
         raise ValueError(f"{name} is not tiny: {size:,} parameters")
     torch.manual_seed(0)
     model: nn.Module = model_class(config).to(dtype)
-    randomise(model)
+    with torch.no_grad():
+        randomise(model)
     return model.train()
 
 
@@ -96,6 +102,9 @@ def tiny_config(config_class: Any, depth: int = 0) -> Any:
         raise TypeError(f"{config_class.__name__} says nothing of its fields")
     fields = {field.name for field in dataclasses.fields(config_class)}
     settings = {name: value for name, value in {**SIZES, **IS_DECODER}.items() if name in fields}
+    if "kv_lora_rank" in settings and "num_key_value_heads" in settings:
+        # Latent attention has one key head for each query head.
+        settings["num_key_value_heads"] = _HEADS
     inner = getattr(config_class, "sub_configs_defaults", None) or {}
     for name, kind in inner.items() if depth < 2 else ():
         sub = kind if isinstance(kind, type) else getattr(kind, "config_class", None)
@@ -103,8 +112,121 @@ def tiny_config(config_class: Any, depth: int = 0) -> Any:
         sub = CONFIG_MAPPING[default] if sub is None and default else sub
         if isinstance(sub, type):
             settings[name] = tiny_config(sub, depth + 1)
-    config = config_class(**{**settings, **SPECIAL.get(config_class.model_type, {})})
+    config = config_class(
+        **{**settings, **SPECIAL.get(getattr(config_class, "model_type", ""), {})}
+    )
     for name, value in vars(config).items():
         if isinstance(value, float) and ("drop" in name or name.endswith("jitter_noise")):
             setattr(config, name, 0.0)
     return config
+
+
+def run_alone(name: str, *, wide: bool) -> None:
+    """Run a tiny model of a class in this process, without any of this package."""
+    model = zoo_model(name, torch.float64 if wide else torch.float32)
+    ids = torch.arange(5, 21).view(2, 8)
+    model(input_ids=ids, labels=ids, **call_settings(model)).loss.backward()
+
+
+class Outcome(NamedTuple):
+    """How a model of the zoo trained over several ranks.
+
+    Attributes:
+        refused: The refusal, or ``""``.
+        error: Largest relative error of a gradient, and of the loss, as this rank sees it.
+        worst: Where it is.
+        parameters: Largest relative error of a parameter after the steps.
+    """
+
+    refused: str
+    error: float = 0.0
+    worst: str = ""
+    parameters: float = 0.0
+
+
+def compare(name: str, tp: int, pp: int = 1, *, wide: bool = True, steps: int = 1) -> Outcome:
+    """Train a model over this world and in this process alone; collective.
+
+    Args:
+        name: Its class.
+        tp: Tensor parallel size.
+        pp: Pipeline parallel size.
+        wide: In fp64, else in fp32.
+        steps: Steps of SGD after which parameters are compared.
+    """
+    model: Any = zoo_model(name, torch.float64 if wide else torch.float32)
+    alone = copy.deepcopy(model)
+    takes = inspect.signature(model.forward).parameters
+    data = [
+        {key: value for key, value in batch.items() if key in takes}
+        for batch in batches(steps, seq_len=10)
+    ]
+    settings = call_settings(model)
+    # The same loss as ours where it can be replaced: transformers' is taken from fp32 logits.
+    if is_causal_lm(alone):
+        install_loss(alone, causal_lm_loss(None))
+    runtime = ParallelRuntime(
+        RuntimeConfig(tp=tp, pp=pp, pipeline=PipelineConfig(num_microbatches=2))
+    )
+    runtime.start(torch.device("cpu"))
+    try:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        handle = runtime.shard_module(model, optimizers=[optimizer])
+    except PlanError as error:
+        runtime.stop()
+        return Outcome(str(error))
+    try:
+        errors: dict[str, float] = {}
+        single = torch.optim.SGD(alone.parameters(), lr=0.05)
+        for batch in data:
+            loss = model(**batch, **settings).loss
+            with runtime.backward(loss):
+                loss.backward()
+            expected = alone(**batch, **settings).loss
+            expected.backward()
+            errors["loss"] = max(errors.get("loss", 0.0), _off(loss.detach(), expected.detach()))
+            for key, value in _gradient_errors(handle, alone).items():
+                errors[key] = max(errors.get(key, 0.0), value)
+            for one in (optimizer, single):
+                one.step()
+                one.zero_grad()
+        worst = max(errors, key=lambda key: errors[key])
+        specs, named = handle.surgery.specs, dict(alone.named_parameters(remove_duplicate=False))
+        after = max(
+            _pieces_off(specs[key], param.detach(), named[key].detach(), 1e-6)
+            for key, param in model.named_parameters()
+            if param.numel()
+        )
+        return Outcome("", errors[worst], worst, after)
+    finally:
+        runtime.stop()
+
+
+def _gradient_errors(handle: Any, alone: nn.Module) -> dict[str, float]:
+    expected = {
+        name: torch.zeros_like(param) if param.grad is None else param.grad
+        for name, param in alone.named_parameters(remove_duplicate=False)
+    }
+    # What is rounding in one process is rounding here.
+    floor = 1e-4 * max(float(grad.norm()) for grad in expected.values())
+    specs = handle.surgery.specs
+    found = handle.reducer.full_gradients().items()
+    assert found, "no gradients: nothing is compared"
+    return {name: _pieces_off(specs[name], grad, expected[name], floor) for name, grad in found}
+
+
+def _pieces_off(spec: Any, mine: Tensor, theirs: Tensor, floor: float) -> float:
+    """The distance of this rank's part of a tensor, relative to the whole."""
+    distance = 0.0
+    for box, piece in spec.pieces(mine):
+        part = theirs
+        for dim, (start, length) in enumerate(zip(*box, strict=True)):
+            part = part.narrow(dim, start, length)
+        distance += float((part - piece).double().square().sum())
+    error = distance**0.5 / max(float(theirs.double().norm()), floor, 1e-30)
+    return error if math.isfinite(error) else math.inf
+
+
+def _off(mine: Tensor, theirs: Tensor) -> float:
+    error = abs(float(mine) - float(theirs)) / max(abs(float(theirs)), 1e-30)
+    return error if math.isfinite(error) else math.inf
