@@ -353,7 +353,7 @@ def _shorten(config: Any, former: int, layers: int) -> bool:
     try:
         config.num_hidden_layers = layers
     except _refusals(NotImplementedError):
-        # Some configs have several stacks, or check their numbers against each other whenever one is set.
+        # Some have several stacks, or check their numbers against each other whenever one is set.
         return False
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == former:
