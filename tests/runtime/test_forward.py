@@ -286,6 +286,8 @@ def test_a_pipeline_refuses_tensors_of_all_layers() -> None:
 def _own_loss(ctx: Context, tp: int) -> tuple[float, float, str]:
     """Two replicas of a decoder that computes its loss on the spot: as ``ddp`` has them."""
     model: Any = zoo_model("BartForCausalLM", torch.float64)
+    # Its cache would have as many layers as its encoder.
+    model.config.use_cache = False
     alone = copy.deepcopy(model)
     (batch,) = batches(1, batch_size=4)
     with started(tp=tp) as runtime:
