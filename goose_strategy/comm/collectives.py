@@ -30,7 +30,16 @@ from goose_strategy.comm.host import (
     run_deferred,
 )
 from goose_strategy.comm.recorder import ACTIVE, recording
+from goose_strategy.comm.staged import (
+    lane_of,
+    staged_all_gather,
+    staged_all_reduce,
+    staged_broadcast,
+    staged_exchange,
+    staged_reduce_scatter,
+)
 from goose_strategy.mesh.host import PEERS, HostPeers
+from goose_strategy.mesh.lane import LANES
 
 __all__ = [
     "DONE",
@@ -96,6 +105,9 @@ def all_reduce(
         return DONE
     if ACTIVE:
         _note(group, f"all_reduce {op}", tensor)
+    lane = lane_of(group, tensor) if LANES else None
+    if lane is not None:
+        return _begun(staged_all_reduce(lane, tensor, group, op), async_op=async_op)
     peers = PEERS.get(group)
     if peers is not None:
         if async_op:
@@ -128,6 +140,9 @@ def all_gather_flat(
         return DONE
     if ACTIVE:
         _note(group, "all_gather", shard)
+    lane = lane_of(group, output) if LANES else None
+    if lane is not None:
+        return _begun(staged_all_gather(lane, output, shard, group), async_op=async_op)
     peers = PEERS.get(group)
     if peers is not None:
         return _on_host(peers, partial(all_gather_host, peers, output, shard), async_op=async_op)
@@ -183,6 +198,9 @@ def reduce_scatter_flat(
         return DONE
     if ACTIVE:
         _note(group, "reduce_scatter", flat)
+    lane = lane_of(group, flat) if LANES else None
+    if lane is not None:
+        return _begun(staged_reduce_scatter(lane, flat, group), async_op=async_op)
     peers = PEERS.get(group)
     if peers is not None:
         return _on_host(peers, partial(reduce_scatter_host, peers, flat), async_op=async_op)
@@ -212,6 +230,9 @@ def exchange_flat(
         return DONE
     if ACTIVE:
         _note(group, "exchange", flat)
+    lane = lane_of(group, flat) if LANES else None
+    if lane is not None:
+        return _begun(staged_exchange(lane, received, flat, group), async_op=async_op)
     peers = PEERS.get(group)
     if peers is not None:
         return _on_host(peers, partial(exchange_slices, peers, received, flat), async_op=async_op)
@@ -227,6 +248,9 @@ def broadcast(
         return DONE
     if ACTIVE:
         _note(group, "broadcast", tensor, source)
+    lane = lane_of(group, tensor) if LANES else None
+    if lane is not None:
+        return _begun(staged_broadcast(lane, tensor, group, source), async_op=async_op)
     peers = PEERS.get(group)
     if peers is not None:
         run = partial(broadcast_host, peers, tensor, peers.ranks.index(source))

@@ -22,12 +22,14 @@ from torch import Tensor
 
 from goose_strategy.comm.message import (
     HEADER_NUMEL,
+    Make,
     Metas,
     Note,
     check_header,
     decode,
     encode,
     metas_of,
+    on_host,
 )
 from goose_strategy.errors import PeerError
 from goose_strategy.mesh.host import HostPeers, limit_wait, map_memory
@@ -93,6 +95,7 @@ class MailReceive:
     key: Hashable
     expected: Metas | None
     note: Note
+    make: Make = on_host
     tensors: tuple[Tensor, ...] | None = None
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -151,9 +154,11 @@ class Mailbox:
         self._put(_PACKET.pack(_DATA, area.number, offset) + header, f"to take {key!r}")
         return _SENT
 
-    def receive(self, key: Hashable, expected: Metas | None, note: Note) -> MailReceive:
+    def receive(
+        self, key: Hashable, expected: Metas | None, note: Note, make: Make | None = None
+    ) -> MailReceive:
         """Say that the next message is awaited; nothing needs to be posted."""
-        pending = MailReceive(self, key, expected, note)
+        pending = MailReceive(self, key, expected, note, make or on_host)
         self._awaited.append(pending)
         return pending
 
@@ -182,7 +187,7 @@ class Mailbox:
         )
         tensors = []
         for meta in metas:
-            tensor = torch.empty(meta.shape, dtype=meta.dtype)
+            tensor = pending.make(meta)
             nbytes = meta.nbytes
             if nbytes:
                 memory = self._theirs[number][offset : offset + nbytes]

@@ -44,6 +44,15 @@ Note: TypeAlias = Callable[[str, Tensor], None]
 """Called with ``"send"`` or ``"receive"`` and each tensor, to record it."""
 
 
+Make: TypeAlias = Callable[[TensorMeta], Tensor]
+"""Makes the tensor that a part of a message is received into."""
+
+
+def on_host(meta: TensorMeta) -> Tensor:
+    """Make a tensor on the CPU."""
+    return torch.empty(meta.shape, dtype=meta.dtype)
+
+
 def metas_of(tensors: Sequence[Tensor]) -> Metas:
     """Return the shapes and types of ``tensors``."""
     return tuple(TensorMeta(tuple(tensor.shape), tensor.dtype) for tensor in tensors)

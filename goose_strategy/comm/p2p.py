@@ -6,7 +6,8 @@ message by a ``key`` and checks a header before any payload is touched, so that 
 Python error that names both sides. Its sends never block, and its waits say who waited for whom.
 
 Between CPU ranks on one machine messages go through shared memory (``mailbox``), otherwise through
-the process group (``wire``). One way between 2 ranks on 2 shared cores, median wall / CPU ms:
+the process group (``wire``); from a card that its backend does not serve, either way, with a copy
+at both ends (``staged_wire``). One way between 2 ranks on 2 shared cores, median wall / CPU ms:
 
 ========  ===========================  ====================  ===========
 payload   shared memory                gloo, idle machine    gloo, busy
@@ -32,9 +33,11 @@ from torch.distributed import ProcessGroup
 from goose_strategy.comm.mailbox import Mailbox, mailbox_of
 from goose_strategy.comm.message import Metas, TensorMeta, describe, metas_of, mismatch
 from goose_strategy.comm.recorder import ACTIVE, Recorder
+from goose_strategy.comm.staged_wire import StagedWire
 from goose_strategy.comm.wire import Wire
 from goose_strategy.errors import ScheduleError
 from goose_strategy.mesh.host import PEERS
+from goose_strategy.mesh.lane import LANES
 
 __all__ = ["Metas", "PendingReceive", "PendingSend", "StageLink", "TensorMeta", "metas_of"]
 
@@ -91,23 +94,24 @@ class StageLink:
         self._recorder = recorder
         self._sent: dict[Hashable, Metas] = {}
         self._received: dict[Hashable, Metas] = {}
-        self._wire: Wire | Mailbox
-        peers = PEERS.get(group)
+        self._wire: Wire | Mailbox | StagedWire
+        device = torch.device("cpu") if device is None else device
+        peers, lane = PEERS.get(group), LANES.get(group)
         peer = dist.get_group_rank(group, peer_rank)
         if peers is not None and peer in peers.mail:
             self._wire = mailbox_of(peer, peers)
             if deadline is not None:
                 self._wire.limit_waits(deadline.total_seconds())
         else:
-            self._wire = Wire(
-                peer_rank,
-                group,
-                deadline=deadline,
-                device=device if device is not None else torch.device("cpu"),
-            )
+            there = device if lane is None else torch.device("cpu")
+            self._wire = Wire(peer_rank, group, deadline=deadline, device=there)
+        if lane is not None:
+            self._wire = StagedWire(self._wire, lane, device)
 
     def send(self, tensors: Sequence[Tensor], *, key: Hashable = None) -> PendingSend:
-        """Start to send ``tensors``; never blocks.
+        """Start to send ``tensors``; waits for no other rank.
+
+        Tensors on a card whose group is gloo's are waited for until they are computed.
 
         Args:
             tensors: Any shapes, zero-size ones too; non-contiguous ones are copied.

@@ -17,8 +17,10 @@ from torch.distributed import ProcessGroup
 
 from goose_strategy.comm.message import (
     HEADER_NUMEL,
+    Make,
     Metas,
     Note,
+    TensorMeta,
     check_header,
     decode,
     encode,
@@ -58,11 +60,14 @@ class WireSend:
 class WireReceive:
     """A message to come."""
 
-    def __init__(self, wire: Wire, key: Hashable, expected: Metas | None, note: Note) -> None:
+    def __init__(
+        self, wire: Wire, key: Hashable, expected: Metas | None, *, note: Note, make: Make
+    ) -> None:
         self._wire = wire
         self.key = key
         self.expected = expected
         self.note = note
+        self.make = make
         self.header: tuple[Tensor, dist.Work] | None = None
         self.tensors: tuple[Tensor, ...] | None = None
         self.works: list[dist.Work] = []
@@ -124,9 +129,11 @@ class Wire:
             self.in_flight.add(pending)
         return pending
 
-    def receive(self, key: Hashable, expected: Metas | None, note: Note) -> WireReceive:
+    def receive(
+        self, key: Hashable, expected: Metas | None, note: Note, make: Make | None = None
+    ) -> WireReceive:
         """Post the receive of the next message, as early as its shapes are known."""
-        pending = WireReceive(self, key, expected, note)
+        pending = WireReceive(self, key, expected, note=note, make=make or self._make)
         known = self._heard.get(key)
         if self._unposted:
             self._unposted.append(pending)
@@ -199,13 +206,14 @@ class Wire:
 
     def _post(self, pending: WireReceive, metas: Metas, tag: int) -> None:
         """Make the tensors of ``pending`` and post their receives."""
-        pending.tensors = tuple(
-            torch.empty(meta.shape, dtype=meta.dtype, device=self._device) for meta in metas
-        )
+        pending.tensors = tuple(pending.make(meta) for meta in metas)
         for tensor in pending.tensors:
             pending.note("receive", tensor)
             if tensor.numel():
                 pending.works.append(self._group.recv([tensor], self._peer, tag))
+
+    def _make(self, meta: TensorMeta) -> Tensor:
+        return torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
 
 
 def _tag(key: Hashable) -> int:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from goose_strategy.errors import MeshError
 from goose_strategy.mesh.axis import MeshAxis
 from goose_strategy.mesh.host import HostPeers, connect_host, disconnect_host
+from goose_strategy.mesh.lane import LANES, backend_of, lane_for
 
 if TYPE_CHECKING:
     from goose_strategy.mesh.layout import MeshLayout
@@ -72,6 +73,7 @@ class ParallelMesh:
         self._alone: ProcessGroup | None = None
         self._owned: list[ProcessGroup] = []
         self._local: dict[ProcessGroup, HostPeers] = {}
+        self._staged: list[ProcessGroup] = []
 
     @classmethod
     def create(
@@ -92,7 +94,8 @@ class ParallelMesh:
             timeout: After how long an operation on one of the groups fails.
             backend: Backend of the groups other than the gloo ones; the default group's if
                 ``None``.
-            shared_memory: Let CPU ranks on one machine exchange tensors through shared memory.
+            shared_memory: Let ranks on one machine exchange tensors through shared memory, if
+                they are on CPUs, or on cards whose backend is gloo.
             norms: Make the group `norms`.
 
         Returns:
@@ -117,8 +120,10 @@ class ParallelMesh:
             # Not through shared memory, where a sum runs only when somebody waits for it.
             groups = layout.model_groups()
             mesh.norms = mesh._make(groups, purpose="norms", timeout=timeout, backend=backend)
+        mesh._open_lane()
         mesh._warm()
-        if shared_memory and device.type == "cpu" and layout.world_size > 1:
+        on_host = device.type == "cpu" or mesh._staged
+        if shared_memory and on_host and layout.world_size > 1:
             mesh._connect(timeout)
         return mesh
 
@@ -161,12 +166,24 @@ class ParallelMesh:
                 self._owned.append(group)
         return mine
 
+    def _open_lane(self) -> None:
+        """Let what gloo does not carry of a card go through the host; see ``comm.staged``."""
+        lane = lane_for(self.device)
+        if lane is None:
+            return
+        groups = [g for g in (*self._owned, self.world) if not self._is_control(g)]
+        self._staged = [g for g in groups if backend_of(g, self.device) == "gloo"]
+        LANES.update(dict.fromkeys(self._staged, lane))
+
+    def _is_control(self, group: ProcessGroup) -> bool:
+        return group in (self.control, self.model_control) and group is not self.world
+
     def _warm(self) -> None:
         """Open every communicator now, outside of any schedule, in the same order everywhere."""
         host = torch.device("cpu")
         for group in self._owned:
-            is_control = group in (self.control, self.model_control)
-            dist.all_reduce(torch.zeros(1, device=host if is_control else self.device), group=group)
+            on_host = self._is_control(group) or group in LANES
+            dist.all_reduce(torch.zeros(1, device=host if on_host else self.device), group=group)
 
     def _connect(self, timeout: timedelta) -> None:
         """Open shared memory between ranks of one machine; collective over the world."""
@@ -270,7 +287,9 @@ class ParallelMesh:
         """Destroy the groups that this mesh made; the default group is left alone. Idempotent."""
         owned, self._owned = self._owned, []
         disconnect_host(self._local)
-        self._local = {}
+        for group in self._staged:
+            LANES.pop(group, None)
+        self._local, self._staged = {}, []
         self.tp = self.dp = self.pp_forward = self.pp_backward = self.tie = None
         self.model = self.model_control = self._alone = self._control = self._world = None
         self.norms = None

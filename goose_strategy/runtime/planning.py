@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -193,11 +195,23 @@ def _memory_limit(pipeline: PipelineConfig, mesh: ParallelMesh) -> int | None:
         return None
     if pipeline.memory_limit_bytes is not None:
         return pipeline.memory_limit_bytes
-    free = None
+    mine = None
     if mesh.device.type == "cuda":
         free = int(_USABLE * torch.cuda.mem_get_info(mesh.device)[0])
-    known = [value for value in all_gather_objects(free, mesh.control) if value is not None]
-    return min(known, default=None)
+        uuid = torch.cuda.get_device_properties(mesh.device).uuid
+        mine = (free, f"{socket.gethostname()} {uuid}")
+    return smallest_share(all_gather_objects(mine, mesh.control))
+
+
+def smallest_share(ranks: Sequence[tuple[int, str] | None]) -> int | None:
+    """Return the bytes of the rank that has the fewest, where ranks may share a card.
+
+    Args:
+        ranks: For each rank the free bytes of its card and the card's name, or ``None``.
+    """
+    known = [rank for rank in ranks if rank is not None]
+    sharing = Counter(card for _, card in known)
+    return min((free // sharing[card] for free, card in known), default=None)
 
 
 def _memory(

@@ -51,6 +51,7 @@ __all__ = [
     "TrainerScriptLauncher",
     "class_names",
     "connect_world",
+    "default_backend",
     "default_pg_timeout",
     "plugin_precision",
     "seed_workers",
@@ -80,14 +81,23 @@ def connect_world(
     *,
     backend: str | None,
     timeout: timedelta | None,
+    bind: bool = True,
 ) -> None:
-    """Start the default process group the way Lightning's own strategies do."""
+    """Start the default process group the way Lightning's own strategies do.
+
+    Args:
+        environment: Knows rank, size and address.
+        device: Device of this rank.
+        backend: Name of the backend; the device's default if ``None``.
+        timeout: After how long an operation fails.
+        bind: Let the group belong to the device. torch then uses it for objects and barriers.
+    """
     reset_seed()
     _init_dist_connection(
         environment,
         backend or default_backend(device),
         timeout=timeout or default_pg_timeout,
-        device_id=None if device.type == "cpu" else device,
+        device_id=device if bind and device.type != "cpu" else None,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from goose_strategy.comm.collectives import barrier, broadcast_object
 from goose_strategy.compat.torch import ShardedGradScaler
 from goose_strategy.compat.transformers import non_persistent_float_buffers
 from goose_strategy.errors import ConfigError
+from goose_strategy.mesh.lane import LANES
 from goose_strategy.optim.storage import check_storage
 from goose_strategy.pipeline_parallel.config import PipelineConfig
 from goose_strategy.pipeline_parallel.hooks import PipelineCallback
@@ -29,6 +30,7 @@ from goose_strategy.runtime.core import ParallelRuntime
 from goose_strategy.runtime.planning import LOGGER
 from goose_strategy.runtime.settings import RuntimeConfig
 from goose_strategy.strategies import compat
+from goose_strategy.strategies.cards import backend_for, card_of, check_cards
 from goose_strategy.strategies.private import private_loader, refuse_precision
 
 if TYPE_CHECKING:
@@ -68,12 +70,27 @@ class Door:
             return
         show_messages()
         timeout = self.timeout or compat.default_pg_timeout
-        compat.connect_world(environment, device, backend=self.backend, timeout=timeout)
+        bind = backend_for(self.backend, device) != "gloo"
+        compat.connect_world(environment, device, backend=self.backend, timeout=timeout, bind=bind)
         self.runtime.start(device, timeout=timeout)
 
-    def check_sizes(self, world_size: int) -> None:
-        """Refuse sizes that do not multiply to the world, before any process is started."""
+    def check_sizes(self, world_size: int, devices: Sequence[torch.device] | None = None) -> None:
+        """Refuse what cannot work together, before any process is started.
+
+        Args:
+            world_size: Number of ranks.
+            devices: The device of each rank on this machine.
+
+        Raises:
+            ConfigError: If the sizes do not multiply to the world, or ranks share a card that the
+                backend does not let them share.
+        """
         self.runtime.check_world(world_size)
+        check_cards(devices, self.backend)
+
+    def card(self, device: torch.device) -> torch.device:
+        """Return the device that a rank computes on, of those that there are."""
+        return card_of(device, self.backend)
 
     def prepare_precision(self, plugin: Any) -> None:
         """Check a precision plugin, and let it act on the whole model instead of one rank's part.
@@ -117,6 +134,10 @@ class Door:
             group = self.runtime.mesh.dp
             if group is None:
                 return tensor
+        if group in LANES:
+            # What gloo does with a card's tensors depends on how torch was built.
+            on_host = compat.sync_if_available(tensor.cpu(), group, reduce_op=reduce_op)
+            return tensor.copy_(on_host)
         return compat.sync_if_available(tensor, group, reduce_op=reduce_op)
 
     def barrier(self) -> None:

@@ -54,7 +54,7 @@ class Goose3DStrategy(StrategyVerbs, ParallelStrategy):
         zero: Gradient buckets and the sharded optimizer.
         privacy: Differentially private training, or ``None``.
         accelerator: Set by Fabric.
-        parallel_devices: Set by Fabric.
+        parallel_devices: Set by Fabric; with gloo, a card may be listed several times.
         cluster_environment: How processes find each other; chosen by Fabric if ``None``.
         checkpoint_io: Unused for sharded checkpoints.
         precision: Precision plugin; set by ``Fabric(precision=...)``.
@@ -105,7 +105,7 @@ class Goose3DStrategy(StrategyVerbs, ParallelStrategy):
     def root_device(self) -> torch.device:
         if self.parallel_devices is None:
             raise RuntimeError("The devices are not known yet; pass the strategy to Fabric first.")
-        return self.parallel_devices[self.local_rank]
+        return self._door.card(self.parallel_devices[self.local_rank])
 
     @property
     def num_nodes(self) -> int:
@@ -136,7 +136,7 @@ class Goose3DStrategy(StrategyVerbs, ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        self._door.check_sizes(self._num_nodes * self.num_processes)
+        self._door.check_sizes(self._num_nodes * self.num_processes, self.parallel_devices)
         if self.cluster_environment is not None:
             # Also in ranks that were started from outside: the launcher gives each its share of
             # the cores, without which every rank would use all of them.

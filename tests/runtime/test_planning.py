@@ -149,6 +149,19 @@ def test_the_choice_takes_the_place_of_auto(plans: list[dict[str, Any]]) -> None
     assert "ZBH1" not in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "share"),
+    [
+        ([None, None], None),
+        ([(80, "a"), (90, "b")], 80),
+        ([(80, "a"), (78, "a"), (80, "a"), (80, "a")], 19),
+        ([(80, "a"), (80, "a"), (30, "b"), None], 30),
+    ],
+)
+def test_ranks_on_one_card_share_its_memory(ranks: list[Any], share: int | None) -> None:
+    assert planning.smallest_share(ranks) == share
+
+
 def _failing(ctx: Context) -> list[str]:
     def measure(*_: Any) -> Profile:
         raise PlanError("no memory for this")

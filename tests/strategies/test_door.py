@@ -33,6 +33,7 @@ from goose_strategy.strategies.door import (
     wrong_door,
 )
 from tests.harness.models import batches, tiny_model
+from tests.harness.streams import FakeLane, staged
 from tests.harness.worker import Context
 from tests.strategies.ranks import good, make_fabric, world
 
@@ -231,6 +232,15 @@ def _reductions(ctx: Context) -> dict[str, Any]:
     }
 
 
+def _reductions_on_a_card(ctx: Context) -> Any:
+    """Metrics of ranks that share a card are reduced on the host."""
+    with staged(FakeLane()) as lane:
+        found = _reductions(ctx)
+    assert found == _reductions(ctx)
+    assert lane.copies == 0
+    return found["sum"]
+
+
 def _loaders(ctx: Context) -> dict[str, Any]:
     fabric = make_fabric(ctx, 1, 2)
     place = fabric.strategy.distributed_sampler_kwargs
@@ -249,7 +259,11 @@ def _loaders(ctx: Context) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, list[Any]]:
-    return world(4, _reductions, _loaders)
+    return world(4, _reductions, _reductions_on_a_card, _loaders)
+
+
+def test_metrics_are_reduced_for_ranks_on_a_card(runs: dict[str, list[Any]]) -> None:
+    assert good(runs["reductions_on_a_card"]) == [3.0] * 4
 
 
 def test_metrics_are_reduced_over_replicas(runs: dict[str, list[Any]]) -> None:
