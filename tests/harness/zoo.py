@@ -61,8 +61,6 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local"] * _LAYERS},
     "xlm": {"n_langs": 1},
-    # Its mixer rounds to bf16 otherwise, which makes much of the last bit of a sum.
-    "xlstm": {"autocast_kernel_dtype": "float32"},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},

@@ -118,7 +118,9 @@ def _tried(_ctx: Context, name: str) -> str:
         outcome = compare(name, 2, wide=wide)
         if outcome.refused:
             return f"refused {outcome.refused}"
-        exact = outcome.error < (1e-5 if wide else 2e-3)
+        # Some give fp32 logits even in fp64 (xLSTM), whose rounding is 6e-6 in its gates' biases
+        # in one process, too. A missing share is 1e-1.
+        exact = outcome.error < (5e-5 if wide else 2e-3)
         return "exact" if exact else f"wrong {outcome}"
     return f"not-run {type(cause).__name__}: {cause}"
 
