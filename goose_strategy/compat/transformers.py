@@ -94,6 +94,18 @@ def _calls_loss_function(forward: Callable[..., Any]) -> bool:
     return code is not None and "loss_function" in code.co_names
 
 
+def computes_own_loss(model: nn.Module) -> bool:
+    """Return whether ``model`` has a head over a vocabulary and computes its loss on the spot.
+
+    Such are Bart's decoder, for one, and models for masked tokens: no loss function can be put in
+    the place of theirs.
+    """
+    if not is_pretrained(model) or output_embedding(model) is None:
+        return False
+    forward = _forward_of(model)
+    return "labels" in _forward_parameters(forward) and not _calls_loss_function(forward)
+
+
 def install_loss(model: nn.Module, loss: LossFunction) -> Callable[[], None]:
     """Make ``model(labels=...)`` compute its loss with ``loss``.
 
@@ -233,6 +245,16 @@ def output_embedding(model: nn.Module) -> tuple[str, nn.Module] | None:
     return _accessed(model, "get_output_embeddings")
 
 
+def head_bias_holders(model: nn.Module) -> list[str]:
+    """Return further names of the bias of the head, which models for masked tokens hold twice."""
+    head = output_embedding(model)
+    bias: Any = None if head is None else getattr(head[1], "bias", None)
+    if head is None or not isinstance(bias, nn.Parameter):
+        return []
+    named = model.named_parameters(remove_duplicate=False)
+    return [name for name, param in named if param is bias and name != f"{head[0]}.bias"]
+
+
 def _accessed(model: nn.Module, accessor: str) -> tuple[str, nn.Module] | None:
     get = getattr(model, accessor, None)
     if get is None:
@@ -279,6 +301,20 @@ def auxiliary_loss(model: nn.Module) -> str | None:
     return next((n for n in names if isinstance(getattr(model, n, None), (int, float))), None)
 
 
+def text_size(model: nn.Module, name: str) -> int | None:
+    """Return a whole number of the part of the config that describes the decoder of text.
+
+    Models of several kinds of input keep that part inside their config; for others it is all of it.
+    """
+    size = getattr(_text_config(getattr(model, "config", None)), name, None)
+    return size if isinstance(size, int) and not isinstance(size, bool) else None
+
+
+def _text_config(config: Any) -> Any:
+    get = getattr(config, "get_text_config", None)
+    return config if get is None else get(decoder=True)
+
+
 def small_clone(model: nn.Module, layers: int, *, device: str = "cpu") -> nn.Module | None:
     """Build a new model of the same class and widths with fewer layers, in fp32.
 
@@ -289,19 +325,43 @@ def small_clone(model: nn.Module, layers: int, *, device: str = "cpu") -> nn.Mod
 
     Returns:
         A model with its own random parameters; ``None`` if it would leave out a kind of layer that
-        the config lists (a window, a kind of attention, a mixture).
+        the config lists (a window, a kind of attention, a mixture), or if the config or the class
+        does not take that number.
     """
     config: Any = copy.deepcopy(model.config)
-    former = config.num_hidden_layers
-    config.num_hidden_layers = layers
+    text = _text_config(config)
+    former = getattr(text, "num_hidden_layers", None)
+    if isinstance(former, int) and former != layers and not _shorten(text, former, layers):
+        return None
+    try:
+        with torch.device(device):
+            return type(model)(config).float()
+    except _refusals(IndexError, KeyError, AttributeError):
+        # Its class wants another number of layers than its config would give it.
+        return None
+
+
+def _refusals(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """Return what configs raise whose numbers do not go together, and ``others``."""
+    errors = sys.modules.get("huggingface_hub.errors")
+    strict: type[Exception] | None = getattr(errors, "StrictDataclassError", None)
+    return (ValueError, TypeError, *others, *(() if strict is None else (strict,)))
+
+
+def _shorten(config: Any, former: int, layers: int) -> bool:
+    """Leave ``layers`` of the layers that a config lists; tell whether all kinds are left."""
+    try:
+        config.num_hidden_layers = layers
+    except _refusals(NotImplementedError):
+        # Some have several stacks, or check their numbers against each other whenever one is set.
+        return False
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == former:
             kinds = [str(kind) for kind in value]
             if set(kinds[:layers]) != set(kinds):
-                return None
+                return False
             setattr(config, name, value[:layers])
-    with torch.device(device):
-        return type(model)(config).float()
+    return True
 
 
 def non_persistent_float_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:

@@ -17,6 +17,7 @@ from goose_strategy.compat.peft import layers_under
 from goose_strategy.compat.transformers import (
     base_prefix,
     config_size,
+    head_bias_holders,
     input_embedding,
     model_type,
     output_embedding,
@@ -122,6 +123,8 @@ def plan_for(model: nn.Module, config: TensorConfig | None = None) -> TensorPlan
     if family is None:
         guessed = _unnamed(model, name, rules, guess=config.verify_plan)
     rules |= dict.fromkeys(guessed, Style.PARTIAL)
+    if Style.HEAD in rules.values():
+        rules |= dict.fromkeys(head_bias_holders(model), Style.COLUMN)
     sizes = {
         size: config_size(model, size) for size in (family.divisible if family else HEADS_AND_MLP)
     }

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from goose_strategy.runtime.forward import DirectForward, PipelinedForward, PrivateForward
+from goose_strategy.compat.transformers import computes_own_loss
+from goose_strategy.runtime.forward import (
+    DirectForward,
+    OwnLossForward,
+    PipelinedForward,
+    PrivateForward,
+)
 from goose_strategy.runtime.naming import refuse_copy
 from goose_strategy.runtime.pipeline import PipelineCall
 from goose_strategy.runtime.private import PrivateTraining
@@ -57,7 +63,9 @@ def connect_calls(model: ShardedModel, watchdog: Watchdog | None, undo: ExitStac
             config = model.config.pipeline if surgery.plan is None else surgery.plan.config
             pipeline = PipelineCall(model, part, config, watchdog, private)
         kind: type[DirectForward | PipelinedForward] = DirectForward
-        if part is not None:
+        if computes_own_loss(lm):
+            kind = OwnLossForward
+        elif part is not None:
             kind = PrivateForward if surgery.part is None else PipelinedForward
         _patch(lm, kind(model, lm.forward), undo)
         if model.mesh.tp is not None or surgery.part is not None:

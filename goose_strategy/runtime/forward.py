@@ -179,6 +179,25 @@ class DirectForward:
         return to_global(loss, mesh.dp, mesh.dp_size)
 
 
+class OwnLossForward(DirectForward):
+    """The forward of a model that computes its loss itself, whole in depth (``pp == 1``).
+
+    The loss is that of this replica's rows, as the model defines it, and gradients are averaged
+    over the replicas, as for any module.
+    """
+
+    def _one(self, batches: list[Batch]) -> Any:
+        with self._model.watch("forward"):
+            return self._original(**batches[0])
+
+    def _listed(self, batches: list[Batch]) -> Any:
+        raise BatchError(
+            f"a list of {len(batches)} microbatches needs a model whose loss is a sum over tokens; "
+            f"{type(self._original.__self__).__name__} computes its own, "  # type: ignore[attr-defined]
+            "so that one batch is passed at a time."
+        )
+
+
 class PipelinedForward:
     """The forward of a causal LM that is cut into stages (``pp > 1``).
 

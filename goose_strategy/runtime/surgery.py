@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from goose_strategy.compat.transformers import (
+    computes_own_loss,
     install_loss,
     is_causal_lm,
     output_embedding,
@@ -28,8 +29,7 @@ from goose_strategy.errors import PlanError
 from goose_strategy.grads.store import WeightGradStore
 from goose_strategy.hub.twin import runnable_twin
 from goose_strategy.mesh.shard import ShardSpec
-from goose_strategy.models.registry import plan_for
-from goose_strategy.models.verify import verify_plan
+from goose_strategy.models.choose import choose_plan
 from goose_strategy.pipeline_parallel.compiled import check_compiled, compile_layers
 from goose_strategy.pipeline_parallel.probe import probe_model
 from goose_strategy.pipeline_parallel.program import splits_backward
@@ -43,7 +43,6 @@ from goose_strategy.runtime.private import check_private
 from goose_strategy.tensor_parallel.defer import defer_weight_gradients
 from goose_strategy.tensor_parallel.head import HeadSwitch, causal_lm_loss
 from goose_strategy.tensor_parallel.parallelize import (
-    check_cut,
     head_switch,
     parallelize,
     undo,
@@ -149,7 +148,7 @@ def operate(
     Raises:
         PlanError: If the module cannot be cut as asked.
     """
-    models = _choose(module, mesh)
+    models = _choose(module, mesh, private=config.privacy is not None)
     if config.privacy is not None:
         check_private(module, models, config)
     again = _choose_recomputed(models or [("", module)], config)
@@ -168,6 +167,8 @@ def operate(
             cut = parallelize(lm, plan, mesh)
             surgery.reversals.append(partial(undo, lm))
             inside |= {_join(prefix, name): spec for name, spec in cut.items()}
+        if computes_own_loss(lm):
+            continue
         gather = config.tensor.gather_logits or config.pipeline.return_logits
         head = output_embedding(lm)
         loss = causal_lm_loss(
@@ -189,13 +190,9 @@ def _plan_layers(
 
     The pipeline frees other stages' weights, so a later refusal would come too late.
     """
-    plans = [plan_for(lm, config.tensor) if mesh.tp is not None else None for _, lm in models]
-    for index, ((_, lm), plan) in enumerate(zip(models, plans, strict=True)):
-        if plan is not None:
-            check_cut(lm, plan, mesh.tp_size)
-            if config.tensor.verify_plan and not plan.proved:
-                plans[index] = verify_plan(lm, plan, mesh)
-    return plans
+    return [
+        choose_plan(lm, mesh, config.tensor) if mesh.tp is not None else None for _, lm in models
+    ]
 
 
 def _change_layers(
@@ -238,19 +235,24 @@ def _looks_up_positions(lm: nn.Module) -> bool:
     return len(tables) > 1 and "position_ids" in inspect.signature(lm.forward).parameters
 
 
-def _choose(module: nn.Module, mesh: ParallelMesh) -> list[tuple[str, nn.Module]]:
+def _choose(module: nn.Module, mesh: ParallelMesh, *, private: bool) -> list[tuple[str, nn.Module]]:
     """Return the causal LMs that are cut: the trainable ones, or all where none is trainable.
+
+    Where there is none, tensor parallelism takes models that compute their loss themselves, too.
 
     Raises:
         PlanError: If tp or pp is asked for and there is no such model, or pp and there are two.
     """
-    found = [(name, lm) for name, lm in pretrained_models(module) if is_causal_lm(lm)]
+    inside = pretrained_models(module)
+    found = [(name, lm) for name, lm in inside if is_causal_lm(lm)]
+    if not (found or private) and mesh.tp is not None and mesh.pp_size == 1:
+        found = [(name, lm) for name, lm in inside if computes_own_loss(lm)]
     trainable = [(n, lm) for n, lm in found if any(p.requires_grad for p in lm.parameters())]
     chosen = trainable or found
     if mesh.tp is None and mesh.pp_size == 1:
         return chosen
     if not chosen:
-        held = sorted({type(lm).__name__ for _, lm in pretrained_models(module)})
+        held = sorted({type(lm).__name__ for _, lm in inside})
         raise PlanError(
             f"tp={mesh.tp_size}, pp={mesh.pp_size} need a transformers causal LM inside "
             f"{type(module).__name__}, but it holds {held or 'no transformers model'}; use "

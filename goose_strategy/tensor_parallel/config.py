@@ -24,6 +24,10 @@ class TensorConfig:
         verify_plan: Try a plan that is not one of the proved families' out before it is used: a
             clone of the model with as few layers as have every kind in them, cut and uncut, must
             agree in every gradient. It takes the memory and time of these layers once.
+        deduce_plan: Where neither this package nor transformers has a plan for a model that is
+            exact, look for one: linear layers that belong together are found in one forward, and
+            what a clone then shows to be exact is cut. Which parts stay whole on every rank is
+            logged. Off, such models are refused. Needs ``verify_plan``, and no ``rules``.
         rules: Rules laid over the family's plan: a module or parameter name with ``*`` for layer
             numbers -> ``"column"``, ``"row"``, ``"vocab"``, ``"head"``, ``"experts"``,
             ``"gathered"``, ``"split"``, ``"partial"`` or ``"replicated"`` (see `Style`).
@@ -35,6 +39,7 @@ class TensorConfig:
     gather_logits: bool = False
     allow_replicated_attention: bool = False
     verify_plan: bool = True
+    deduce_plan: bool = True
     rules: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

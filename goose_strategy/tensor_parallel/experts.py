@@ -25,31 +25,53 @@ GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _STACKED = 3
 
 
+def expert_dims(module: nn.Module) -> dict[str, int]:
+    """Return the dimension along which each stacked matrix of a module of experts is cut.
+
+    Most models multiply by the transposed matrices as ``nn.Linear`` does, some (Llama 4, Aria) by
+    the matrices as they are.
+
+    Returns:
+        Name of the parameter -> dimension; empty if the module does not hold such matrices.
+    """
+    shapes = {key: tuple(param.shape) for key, param in module.named_parameters()}
+    gate_up, down = shapes.get(GATE_UP, ()), shapes.get(DOWN, ())
+    if not (len(gate_up) == len(down) == _STACKED and shapes.keys() == {GATE_UP, DOWN}):
+        return {}
+    experts, first, second = down
+    if gate_up == (experts, 2 * second, first):
+        return {GATE_UP: 1, DOWN: 2}
+    if gate_up == (experts, second, 2 * first):
+        return {GATE_UP: 2, DOWN: 1}
+    return {}
+
+
 def check_experts(name: str, module: nn.Module, tp: int = 1) -> None:
     """Check that a module holds experts as they are cut here.
 
     Args:
         name: Name of the module, for messages.
         module: Holds ``gate_up_proj [experts, 2 * width, hidden]`` and
-            ``down_proj [experts, hidden, width]``.
+            ``down_proj [experts, hidden, width]``, or both with the last two dimensions swapped.
         tp: Has to divide the width.
 
     Raises:
         PlanError: If it holds something else, or tp does not divide the width.
     """
-    shapes = {key: tuple(param.shape) for key, param in module.named_parameters()}
-    gate_up, down = shapes.get(GATE_UP, ()), shapes.get(DOWN, ())
-    fits = len(gate_up) == len(down) == _STACKED and shapes.keys() == {GATE_UP, DOWN}
-    if not fits or gate_up != (down[0], 2 * down[2], down[1]):
+    dims = expert_dims(module)
+    if not dims:
+        shapes = {key: tuple(param.shape) for key, param in module.named_parameters()}
         raise PlanError(
             f"{name}={type(module).__name__} holds {shapes}; experts can be cut that hold "
-            f"{GATE_UP} [experts, 2 * width, hidden] and {DOWN} [experts, hidden, width] only. "
-            f"Give it the style 'replicated' in TensorConfig(rules=...), or use tp=1.",
+            f"{GATE_UP} [experts, 2 * width, hidden] and {DOWN} [experts, hidden, width] only, or "
+            "both transposed. Give it the style 'replicated' in TensorConfig(rules=...), or use "
+            "tp=1.",
             axis="tp",
         )
-    if down[2] % tp:
+    width = module.get_parameter(DOWN).shape[dims[DOWN]]
+    if width % tp:
         raise PlanError(
-            f"tp={tp} does not divide the width of {name}, {down[2]}; choose a divisor of it.",
+            f"tp={tp} does not divide the width of {name}, {width}; choose a divisor of it.",
             axis="tp",
         )
 
@@ -65,8 +87,9 @@ def cut_experts(module: nn.Module, slicer: Slicer, group: ProcessGroup) -> list[
     Returns:
         Handles of the hooks.
     """
-    slicer.cut(module.get_parameter(GATE_UP), 1, packed=(1, 1))
-    slicer.cut(module.get_parameter(DOWN), 2)
+    dims = expert_dims(module)
+    slicer.cut(module.get_parameter(GATE_UP), dims[GATE_UP], packed=(1, 1))
+    slicer.cut(module.get_parameter(DOWN), dims[DOWN])
 
     def enter(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return (

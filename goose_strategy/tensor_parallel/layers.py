@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from goose_strategy.compat.transformers import is_conv1d
 from goose_strategy.tensor_parallel.conv1d import convert_column, convert_row
 from goose_strategy.tensor_parallel.embedding import VocabParallelEmbedding
-from goose_strategy.tensor_parallel.experts import DOWN, GATE_UP
+from goose_strategy.tensor_parallel.experts import expert_dims
 from goose_strategy.tensor_parallel.linear import (
     ColumnParallelLinear,
     KeyValueLinear,
@@ -45,7 +45,6 @@ _CUT_DIMS: dict[Style, dict[str, int]] = {
     Style.ROW: {"weight": 1},
     Style.SPLIT: {"weight": 1},
     Style.VOCAB: {"weight": 0},
-    Style.EXPERTS: {GATE_UP: 1, DOWN: 2},
 }
 # ``Conv1D`` keeps its weight transposed.
 _CONV1D_DIMS: dict[Style, dict[str, int]] = {
@@ -86,6 +85,8 @@ def check_layer(name: str, layer: nn.Module, style: Style) -> None:
 
 def cut_dims(layer: nn.Module, style: Style) -> Mapping[str, int]:
     """Return the dimension along which each of a layer's parameters is cut; others stay whole."""
+    if style is Style.EXPERTS:
+        return expert_dims(layer)
     dims = _CONV1D_DIMS if is_conv1d(layer) else _CUT_DIMS
     return dims.get(style, {})
 

@@ -193,7 +193,7 @@ def check_cut(
                 f"divisor of {param.shape[0]}.",
                 axis="tp",
             )
-    _check_shared(model, work)
+    _check_shared(model, plan, work)
     return work
 
 
@@ -213,7 +213,9 @@ def _check_size(name: str, module: nn.Module, style: Style, plan: TensorPlan, tp
     Cut(dim, size, tp, 0, plan.packed_of(name))
 
 
-def _check_shared(model: nn.Module, work: Mapping[str, tuple[nn.Module, Style]]) -> None:
+def _check_shared(
+    model: nn.Module, plan: TensorPlan, work: Mapping[str, tuple[nn.Module, Style]]
+) -> None:
     """Check that modules which share a parameter cut it alike."""
     seen: dict[Tensor, tuple[str, int | None]] = {}
     styles = {
@@ -223,6 +225,8 @@ def _check_shared(model: nn.Module, work: Mapping[str, tuple[nn.Module, Style]])
         style = styles.get(module)
         for kind, param in module.named_parameters(recurse=False):
             dim = None if style is None else cut_dims(module, style).get(kind)
+            if plan.style_of(f"{name}.{kind}" if name else kind) is Style.COLUMN:
+                dim = 0
             other, other_dim = seen.setdefault(param, (name, dim))
             if other_dim != dim:
                 raise PlanError(
@@ -294,9 +298,13 @@ def _localise(
 ) -> None:
     """Tell the attention modules how many heads this rank has, and give them their arguments."""
     attention = plan.attention
+    tp, index = record.slicer.parts, record.slicer.index
+    for name, module in model.named_modules() if plan.counts else ():
+        numbers = plan.counts.get(generic_name(name), ())
+        if numbers and not _is_placeholder(module):
+            record.counts += divide_counts(name, module, numbers, tp)
     if attention is None:
         return
-    tp, index = record.slicer.parts, record.slicer.index
     parents = {parent_name(name) for name in work}
     for name in sorted(parents):
         if generic_name(name) != attention.module:

@@ -96,6 +96,8 @@ class TensorPlan:
             inside has a partial gradient.
         divisible: Sizes that tp has to divide, by their name in the model's config.
         packed: Column layer that is several matrices side by side -> their widths, or the ratios.
+        counts: Module -> its attributes that count something cut, divided by tp on every rank;
+            ``config.x`` for what its forward reads from the config.
         attention: What else is known of the attention modules.
         kv_heads: Key and value heads of layers with `Style.KEY_VALUE`.
         whole_attention: Leave attention whole where tp does not divide its heads.
@@ -109,6 +111,7 @@ class TensorPlan:
     islands: Mapping[str, str] = field(default_factory=dict)
     divisible: Mapping[str, int] = field(default_factory=dict)
     packed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    counts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     attention: Attention | None = None
     kv_heads: int = 1
     whole_attention: bool = False

@@ -210,3 +210,43 @@ def test_rotary_frequencies_are_computed_buffers() -> None:
     plain = nn.BatchNorm1d(2)
     plain.register_buffer("scratch", torch.zeros(1), persistent=False)
     assert [name for _, name, _ in compat.non_persistent_float_buffers(plain)] == ["scratch"]
+
+
+def test_models_that_compute_their_loss_on_the_spot_are_known_by_their_code() -> None:
+    bart: Any = _bart()
+    assert compat.computes_own_loss(bart)
+    assert not compat.is_causal_lm(bart)
+    assert not compat.computes_own_loss(tiny_model("llama", layers=1))
+    assert not compat.computes_own_loss(bart.model)
+
+
+def test_the_bias_of_a_head_is_found_where_it_is_held_twice() -> None:
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=8, is_decoder=True,
+    )  # fmt: skip
+    assert compat.head_bias_holders(transformers.BertLMHeadModel(config)) == [
+        "cls.predictions.bias"
+    ]
+    assert compat.head_bias_holders(tiny_model("llama", layers=1)) == []
+
+
+def test_a_small_clone_has_all_kinds_of_layers_or_is_none() -> None:
+    model: Any = tiny_model("qwen3", layers=3)
+    clone: Any = compat.small_clone(model, 2)
+    assert (clone.config.num_hidden_layers, model.config.num_hidden_layers) == (2, 3)
+    model.config.layer_types = ["full_attention", "full_attention", "sliding_attention"]
+    assert compat.small_clone(model, 2) is None
+    # What a class does not take is no clone either.
+    config = transformers.GPTNeoConfig(
+        hidden_size=8, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]]
+    )
+    assert compat.small_clone(transformers.GPTNeoForCausalLM(config), 1) is None
+
+
+def test_sizes_of_text_are_found_inside_of_a_config_of_several_inputs() -> None:
+    model = nn.Module()
+    model.config = transformers.Gemma3Config(text_config={"num_hidden_layers": 3})
+    assert compat.text_size(model, "num_hidden_layers") == 3
+    assert compat.text_size(model, "no_such_size") is None
+    assert compat.text_size(tiny_model("llama", layers=1), "vocab_size") == 97

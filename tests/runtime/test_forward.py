@@ -16,6 +16,7 @@ from tests.harness.compare import named_gradients, token_loss
 from tests.harness.models import batches, microbatches_of, rows_of, tiny_model
 from tests.harness.worker import Context
 from tests.harness.world import run_ranks
+from tests.harness.zoo import zoo_model
 from tests.runtime.start import message, started
 
 LAYOUTS = [(2, 1), (1, 2), (1, 1)]
@@ -280,3 +281,36 @@ def test_a_pipeline_refuses_a_loss_over_all_routers() -> None:
 def test_a_pipeline_refuses_tensors_of_all_layers() -> None:
     for found in run_ranks(_staged, 2):
         assert "output_hidden_states=True asks for tensors of all layers" in found["hidden"]
+
+
+def _own_loss(ctx: Context, tp: int) -> tuple[float, float, str]:
+    """Two replicas of a decoder that computes its loss on the spot: as ``ddp`` has them."""
+    model: Any = zoo_model("BartForCausalLM", torch.float64)
+    # Its cache would have as many layers as its encoder.
+    model.config.use_cache = False
+    alone = copy.deepcopy(model)
+    (batch,) = batches(1, batch_size=4)
+    with started(tp=tp) as runtime:
+        handle = runtime.shard_module(model)
+        mesh = runtime.mesh
+        loss = model(**rows_of(batch, mesh.dp_rank, mesh.dp_size)).loss
+        with runtime.backward(loss):
+            loss.backward()
+        parts = [alone(**rows_of(batch, at, mesh.dp_size)).loss for at in range(mesh.dp_size)]
+        torch.stack(parts).mean().backward()
+        assert loss.item() == pytest.approx(parts[mesh.dp_rank].item(), rel=1e-12)
+        mine = handle.reducer.full_gradients()["model.decoder.layernorm_embedding.weight"]
+        theirs = alone.model.decoder.layernorm_embedding.weight.grad
+        error = float((mine - theirs).norm() / theirs.norm())
+        text = message(lambda: model([dict(batch), dict(batch)]), BatchError)
+        with torch.no_grad():
+            whole = model(**plain(batch)).logits
+            expected = alone(**plain(batch)).logits
+        return error, float((whole - expected).norm() / expected.norm()), text
+
+
+def test_a_model_with_a_loss_of_its_own_keeps_it() -> None:
+    for error, logits, text in run_ranks(_own_loss, 4, 2):
+        assert error < 1e-10
+        assert logits < 1e-12
+        assert "a list of 2 microbatches needs a model whose loss is a sum over tokens" in text

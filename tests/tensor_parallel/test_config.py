@@ -10,6 +10,8 @@ def test_defaults() -> None:
     config = TensorConfig()
     assert config.gather_logits is False
     assert config.rules == {}
+    assert config.verify_plan
+    assert config.deduce_plan
 
 
 def test_an_unknown_style_is_refused_with_those_that_exist() -> None:
