@@ -2,6 +2,7 @@
 # make real    install, then fine-tune a pretrained model in two layouts beside one process
 # make presets install, then draw the losses of every preset of the optimizer (15 minutes)
 # make parity  install, then compare every combination of schedules with one process (10 minutes)
+# make full    install, then run every grid whole, private training's and all models' too (hours)
 # make test    install, then lint, types, structure and all tests
 #
 # make ops        install, then build the optimizer's compiled ops and say what runs where
@@ -17,7 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: venv train real presets parity test ops sanitize lint types structure lightning-compat clean
+.PHONY: venv train real presets parity full test ops sanitize lint types structure lightning-compat clean
 
 venv: $(INSTALLED)
 
@@ -38,6 +39,9 @@ presets: venv
 	cp runs/presets/presets.png goose_strategy/optim/presets.png
 
 parity: venv
+	$(BIN)/python -m pytest -m full tests/parity
+
+full: venv
 	$(BIN)/python -m pytest -m full
 
 test: lint types structure
