@@ -24,8 +24,8 @@ from tests.strategies.ranks import make_fabric
 
 FOLDER = ROOT / "runs" / "smollm2"
 MODEL = FOLDER / "model"
-STEPS = int(os.environ.get("GOOSE3D_REAL_STEPS", "3"))
-ROWS, LENGTH, RATE = 4, 64, 1e-4
+STEPS = int(os.environ.get("GOOSE3D_REAL_STEPS", "2"))
+ROWS, LENGTH, RATE = 4, 32, 1e-4
 PATIENCE_S = 600 + 60 * STEPS
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(2 * PATIENCE_S)]

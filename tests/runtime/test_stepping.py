@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.optim import SGD
 
-from goose_strategy.runtime.stepping import WatchedShards
 from tests.harness.worker import Context
 from tests.harness.world import run_ranks
 from tests.runtime.start import started
@@ -30,10 +30,9 @@ def _watched(ctx: Context) -> dict[str, Any]:
     with started(1, 1) as runtime:
         module = nn.Linear(2, 1, bias=False)
         handle = runtime.shard_module(module)
-        handle.attach([])
         optimizer = SGD(module.parameters(), lr=1.0)
-        assert handle.reducer is not None
-        shards = WatchedShards(handle.reducer, optimizer, watch)
+        with patch.object(handle, "watch", watch):
+            handle.attach([optimizer])
         before = module.weight.detach().clone()
 
         def closure() -> float:
@@ -48,7 +47,6 @@ def _watched(ctx: Context) -> dict[str, Any]:
         with_closure = list(seen)
         seen.clear()
         optimizer.step()
-        shards.close()
         return {
             "closure": with_closure,
             "plain": seen,
