@@ -17,7 +17,7 @@ wrong stream beside cut layers for Megatron-LM (issue 1256).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,8 +101,8 @@ def hook_regions(
 ) -> list[RemovableHandle]:
     """Give every region that may draw random numbers a stream of its own on each tp rank.
 
-    A region lies between the column and the row layers of one parent module. Parents without any
-    probability above zero get no hooks and cost nothing.
+    A region lies between the column layers of one parent module and its row layers, which may lie
+    deeper in it. Parents without any probability above zero get no hooks and cost nothing.
 
     Args:
         model: The model.
@@ -121,7 +121,7 @@ def hook_regions(
             continue
         stream = LocalStream(generators, mesh.tp_rank)
         for name, (layer, style) in work.items():
-            if parent_name(name) != parent:
+            if _region_of(name, style, parents) != parent:
                 continue
             if is_lora(layer):
                 # Its own dropout is of its input, which all ranks hold alike or slice alike.
@@ -134,6 +134,18 @@ def hook_regions(
                 handles.append(layer.register_forward_hook(stream.at_end))
         handles.append(module.register_forward_hook(stream.at_end, always_call=True))
     return handles
+
+
+def _region_of(name: str, style: Style, parents: Collection[str]) -> str:
+    """Return the parent to whose region a cut layer belongs.
+
+    A row layer in a module of its own (an output with its dropout behind it) ends the region of the
+    nearest module around it that has one; else what follows it would be drawn by each rank anew.
+    """
+    parent = own = parent_name(name)
+    while style is Style.ROW and parent and parent not in parents:
+        parent = parent_name(parent)
+    return parent if parent in parents else own
 
 
 def may_draw(module: nn.Module) -> bool:

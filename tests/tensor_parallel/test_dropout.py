@@ -71,6 +71,50 @@ def test_ranks_agree_outside_of_the_region_and_differ_inside() -> None:
     assert not torch.equal(first[1], first[4]), "two regions repeat a mask"
 
 
+class Output(nn.Module):
+    """A row layer, and the dropout behind it, in a module of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(4, 4)
+        self.last = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, ones: Tensor) -> Tensor:
+        self.down(x)
+        after: Tensor = self.last(ones)
+        return after
+
+
+class Nested(nn.Module):
+    """A column layer whose row layer lies one module deeper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.output = Output()
+        self.dropout = 0.5
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        ones = torch.ones_like(x)
+        self.up(x)
+        return functional.dropout(ones, self.dropout, self.training), self.output(x, ones)
+
+
+def test_a_row_layer_in_a_module_of_its_own_ends_the_region() -> None:
+    found = []
+    for tp_rank in range(2):
+        model = nn.ModuleDict({"block": Nested()})
+        styles = {"block.up": Style.COLUMN, "block.output.down": Style.ROW}
+        work = {name: (model.get_submodule(name), style) for name, style in styles.items()}
+        mesh: Any = SimpleNamespace(device=CPU, tp_rank=tp_rank)
+        hook_regions(model, work, mesh)
+        torch.manual_seed(SEED)
+        found.append(model["block"](torch.ones(64, 4)))
+    (between, after), (others_between, others_after) = found
+    assert not torch.equal(between, others_between)
+    assert torch.equal(after, others_after)
+
+
 def test_a_region_is_the_same_when_it_is_computed_again() -> None:
     model = hooked(1)
     for mine, theirs in zip(masks(model), masks(model), strict=True):
